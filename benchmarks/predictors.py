@@ -42,7 +42,7 @@ from envs import base
 from gigpo_jax import advantages, batch, builders, metrics, rollout, trajectory
 from gigpo_jax import config as config_lib
 from gigpo_jax.run import model_builders
-from gigpo_jax.tools import law, plots, sweep
+from gigpo_jax.tools import law, plots, sweep_runs
 
 COLUMNS = (
   *('setting', 'episodes', 'success, 95 %', 'steps', 'revisits', 'singletons'),
@@ -52,7 +52,7 @@ COLUMNS = (
 
 def find_runs(
   names: Sequence[str], sweep_file: str | None, settings: Sequence[str]
-) -> dict[str, sweep.Run]:
+) -> dict[str, sweep_runs.Run]:
   """Returns what to measure by setting: configs, and settings of a sweep.
 
   Args:
@@ -64,15 +64,15 @@ def find_runs(
   seed = changes.pop('seed', 0)
   runs = {}
   for name in names:
-    runs[law.setting_of_config(name)] = sweep.Run(
+    runs[law.setting_of_config(name)] = sweep_runs.Run(
       '', name, seed, tuple(changes.items())
     )
-  for run in sweep.read(sweep_file) if sweep_file else ():
+  for run in sweep_runs.read(sweep_file) if sweep_file else ():
     setting, method = law.split_name(run.experiment, run.name)
     if method == 'gigpo':
       fields = dict(run.overrides) | changes
       runs.setdefault(
-        setting, sweep.Run('', run.config, seed, tuple(fields.items()))
+        setting, sweep_runs.Run('', run.config, seed, tuple(fields.items()))
       )
   return runs
 

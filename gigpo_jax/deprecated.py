@@ -184,8 +184,9 @@ def update_stored(stored: dict, config: Mapping) -> None:
   older = {} if _has(stored, _NEW_FIELD) else _OLDER_DEFAULTS
   for field, defaults in (DEFAULTS | older).items():
     section, name = field.split('.')
-    values = [values.get(section, {}).get(name) for values in (stored, config)]
-    if tuple(values) == defaults:
+    if not (_has(stored, field) and _has(config, field)):
+      continue
+    if (stored[section][name], config[section][name]) == defaults:
       stored[section][name] = defaults[1]
 
 

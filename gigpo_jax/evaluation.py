@@ -477,6 +477,7 @@ def _write(
     'policies': {
       name: {
         'rates': summarize(episodes),
+        'iterations': policy_files.iterations(pathlib.Path(name)),
         'episodes': [_record(t) for t in episodes],
       }
       for name, episodes in episodes_by_policy.items()

@@ -121,7 +121,12 @@ def warm_start(config: ml_collections.ConfigDict, workdir: str) -> None:
   episode_set = open_episodes(config) if config.sft.data else None
   check_run(config, workdir, _STORED)
   run_config.check_resume(
-    config, workdir, name=_STORED, length='', results=['policy']
+    config,
+    workdir,
+    name=_STORED,
+    length='',
+    results=['policy'],
+    advice='use another --workdir',
   )
   distributed.initialize()
   with distributed.lock(workdir), errors.explain_disk_errors(workdir):

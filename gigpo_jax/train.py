@@ -405,7 +405,7 @@ def finish(
   logs.close()
   saver.wait()
   runner.sampler.release()
-  run_builders.export(parts, state)
+  run_builders.export(parts, state, parts.config.num_iterations)
   if distributed.is_main_process():
     print(f'learning curve: {metrics_lib.plot(str(parts.workdir))}', flush=True)
 

@@ -12,7 +12,7 @@
 #   launch/tpu_vm.sh keep   ... all options of create, setup and run: runs these
 #       commands, and repeats them whenever the slice is preempted or training
 #       stops before it is finished; ends after five starts without training of
-#       ten minutes
+#       ten minutes, or 30 looks without an answer of all hosts
 #   launch/tpu_vm.sh delete --name=g --zone=us-west4-a
 #
 # Further options: --project=P, --version=V of the VM's software, --repository=URL,
@@ -203,6 +203,27 @@ state() {
     printf 'ABSENT'
 }
 
+# Refuses what keep could not repeat.
+check_kept() {
+  [[ "$seconds" =~ ^[0-9]+(\.[0-9]+)?$ ]] ||
+    die "--every=$seconds: no number; must be seconds, such as 60"
+  local flag
+  for flag in "${train[@]}"; do
+    case "$flag" in
+      --workdir="$mount"/* | -workdir="$mount"/*) ;;
+      --workdir | -workdir | --workdir=* | -workdir=*)
+        die "$flag: lost with the slice; must be --workdir=$mount/NAME, which is in the bucket"
+        ;;
+    esac
+  done
+}
+
+# Ends keep; the slice stays.
+give_up() {
+  printf '%s; to end the costs, run launch/tpu_vm.sh delete\n' "$1"
+  return 1
+}
+
 # Trains until the run is finished. It resumes from its checkpoint. The code is
 # that of the moment when this command starts.
 keep() {
@@ -210,6 +231,7 @@ keep() {
   ((${#train[@]})) || die '--: missing; after it come the flags of launch/train.py'
   choose_version
   choose_repository
+  check_kept
   if [[ -n "$dry_run" ]]; then
     create
     setup
@@ -217,14 +239,20 @@ keep() {
     return
   fi
   commit="$(git ls-remote "$repository" HEAD 2> /dev/null | cut -f 1)" || true
-  # Starts since training lasted for ten minutes.
-  local now before='' starts=0 since=$SECONDS
+  # Starts since training lasted for ten minutes; looks without an answer.
+  local now before='' starts=0 unanswered=0 since=$SECONDS
   while true; do
     now=''
     case "$(state)" in
       READY)
         now="$(activity)"
+        [[ "$now" == unknown ]] || unanswered=0
         case "$now" in
+          unknown)
+            unanswered=$((unanswered + 1))
+            printf 'not all hosts answer; waiting\n'
+            ((unanswered < 30)) || give_up 'no answer for 30 looks' || return
+            ;;
           finished)
             printf 'finished; to end the costs, run launch/tpu_vm.sh delete\n'
             return
@@ -233,14 +261,11 @@ keep() {
             ((SECONDS - since < 600)) || starts=0
             if ((starts == 5)); then
               printf 'training ends soon after each start; its log ends with\n'
-              tpu ssh --worker=0 --command="tail -n 20 $folder/$log"
-              return 1
+              tpu ssh --worker=0 --command="tail -n 20 $folder/$log" || true
+              give_up 'five starts failed' || return
             fi
-            if setup && start; then
-              starts=$((starts + 1)) since=$SECONDS
-            else
-              printf 'setup failed; trying again soon\n'
-            fi
+            (setup && start) || printf 'setup failed; trying again soon\n'
+            starts=$((starts + 1)) since=$SECONDS
             ;;
           partial)
             # Hosts do not start and finish in the same second.

@@ -83,6 +83,18 @@ def test_runs_that_differ_in_more_than_the_seed_have_their_own_names(tmp_path):
   assert compare.differences([low, high, other_seed]) == [
     'high differs from low: optimizer.learning_rate=0.0003 (0.0001)'
   ]
+  # Other methods have other settings, but usually not another evaluation.
+  grpo = _run(
+    tmp_path / 'grpo',
+    variant='tiny,grpo',
+    seed=0,
+    rates=[0.5],
+    optimizer={'learning_rate': 2e-4},
+    evaluation={'num_tasks': 8},
+  )
+  assert compare.differences([low, grpo]) == [
+    'grpo differs from low: evaluation.num_tasks=8 (None)'
+  ]
   options = {f'option{n}': n for n in range(7)}
   (line,) = compare.differences([low, run('others', 0, 1e-4, **options)])
   assert line.endswith('option4=4 (None), 2 more')

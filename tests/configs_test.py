@@ -40,7 +40,7 @@ from envs import base as base_env
 from gigpo_jax import config as config_lib
 from gigpo_jax.algorithms import gigpo
 from gigpo_jax.run import config_fields, run_builders, run_config
-from gigpo_jax.tools import sweep as sweep_tool
+from gigpo_jax.tools import sweep_runs
 
 # Environments whose warm starts are looked up by `sizes.warm_start`.
 OTHERS = (
@@ -298,7 +298,7 @@ def test_mini_has_the_tuned_learning_rates(module, changes, rate):
 def test_small_has_the_tuned_learning_rates():
   rates = {
     run.name: run.load().optimizer.learning_rate
-    for run in sweep_tool.read(small_sweep.__file__)
+    for run in sweep_runs.read(small_sweep.__file__)
   }
   assert rates == {'grpo': 1e-5, 'gigpo': 1e-5, 'g2po': 3e-5}
 
@@ -310,7 +310,7 @@ def test_sweeps_keep_the_tuned_learning_rates(sweep):
   # The published results are from these configs.
   rates = {
     (run.experiment, run.name): run.load().optimizer.learning_rate
-    for run in sweep_tool.read(sweep.__file__)
+    for run in sweep_runs.read(sweep.__file__)
   }
   for (experiment, name), rate in rates.items():
     lower = {'alfworld': ('grpo', 'rloo', 'ppo', 'sampo')}.get(
@@ -323,7 +323,7 @@ def test_sweeps_keep_the_tuned_learning_rates(sweep):
   'sweep', [keydoor_sweep, tuning_others, small_sweep, tuning_small]
 )
 def test_sweeps_of_other_environments_are_valid(sweep):
-  runs = sweep_tool.read(sweep.__file__)
+  runs = sweep_runs.read(sweep.__file__)
   for config in (run.load() for run in runs):
     assert not list(config_lib._values(config))
     assert not config_lib._field_problems(config)

@@ -31,7 +31,7 @@ from gigpo_jax import (
 from gigpo_jax import config as config_lib
 from gigpo_jax.run import model_builders, run_builders, saved_checkpoint
 from gigpo_jax.runtime import errors, files
-from gigpo_jax.tools import compare, outcomes, sweep, viewer
+from gigpo_jax.tools import compare, outcomes, sweep_runs, viewer
 
 ITERATIONS = 4
 
@@ -352,9 +352,9 @@ def test_a_host_state_of_another_release_is_refused(workdir, change):
 
 @pytest.mark.parametrize('damage', [*DAMAGES, 'two', 'success'])
 def test_a_damaged_evaluation_is_made_again(tmp_path, monkeypatch, damage):
-  monkeypatch.setattr(sweep, 'finished', lambda *_: True)
+  monkeypatch.setattr(sweep_runs, 'finished', lambda *_: True)
   tested = (('evaluation.num_tasks', 4),)
-  run = sweep.Run('a', 'configs/alfworld.py:smoke', 0, test=tested)
+  run = sweep_runs.Run('a', 'configs/alfworld.py:smoke', 0, test=tested)
   played = [
     types.SimpleNamespace(
       task=base.Task('test', 0),
@@ -400,8 +400,8 @@ def test_a_damaged_wandb_run_id_is_refused(tmp_path, damage):
 READERS = {
   'compare': lambda workdir: compare.load_all([workdir]),
   'viewer': lambda workdir: viewer.summary(workdir),
-  'sweep': lambda workdir: sweep.finished(
-    sweep.Run('a', 'configs/alfworld.py:smoke', 0), workdir.parent
+  'sweep': lambda workdir: sweep_runs.finished(
+    sweep_runs.Run('a', 'configs/alfworld.py:smoke', 0), workdir.parent
   ),
   'evaluate': lambda workdir: saved_checkpoint.check(str(workdir)),
 }

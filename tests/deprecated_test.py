@@ -24,7 +24,7 @@ from gigpo_jax import (
 from gigpo_jax import config as config_lib
 from gigpo_jax.algorithms import gigpo
 from gigpo_jax.run import config_fields, run_config
-from gigpo_jax.tools import results, sweep, sweep_table
+from gigpo_jax.tools import results, sweep_runs, sweep_table
 
 OLD, NEW = 'filter.without_spread', 'filter.drop_zero_variance'
 RENAMED = f'{OLD} is deprecated .*; use {NEW}'
@@ -228,7 +228,7 @@ def test_old_field_of_a_stored_config_equals_the_new_field(tmp_path):
 
 
 def test_old_field_of_a_sweep_works_with_a_warning():
-  run = sweep.Run('x', 'configs/alfworld.py:tiny', 0, ((OLD, True),))
+  run = sweep_runs.Run('x', 'configs/alfworld.py:tiny', 0, ((OLD, True),))
   with pytest.warns(deprecated.RenamedWarning, match=RENAMED):
     assert run.load().filter.drop_zero_variance
 

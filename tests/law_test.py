@@ -259,6 +259,14 @@ def test_predictions_are_written_once_and_compared(tmp_path, capsys):
   row = capsys.readouterr().out.splitlines()[-1]
   assert row.startswith('| webshop | +15.0 [') and '| +15.0 ± 0.0 | 2 |' in row
   assert (tmp_path / 'law.png').stat().st_size > 1000
+  damaged = json.loads(pathlib.Path(paths['out.json']).read_text())
+  del damaged['predictions']['webshop']['half_width']
+  for values in (damaged, damaged | {'predictions': 3}):
+    path = tmp_path / 'damaged.json'
+    path.write_text(json.dumps(values))
+    capsys.readouterr()
+    assert law.main(['compare', str(path), compare[2]]) == 2
+    assert capsys.readouterr().err.endswith('law predict` wrote\n')
 
 
 def test_correlation_of_advantages():
@@ -324,6 +332,9 @@ def test_advice_without_a_law(tmp_path, capsys):
   for stored in ('{}', '{"algorithm": null}'):
     (tmp_path / 'config.json').write_text(stored)
     assert '(w A_S is 1.00 times' in advice(tmp_path, capsys)
+  (tmp_path / 'config.json').write_text('{"algorithm": "x"}')
+  assert advise.main([str(tmp_path)]) == 2
+  assert "its algorithm is 'x', no section" in capsys.readouterr().err
   assert advise.main([str(tmp_path / 'none')]) == 2
   assert 'none: has no metrics of an iteration' in capsys.readouterr().err
   assert advise.main([str(tmp_path), '--iterations=0']) == 2

@@ -44,6 +44,13 @@ def test_rate_is_interpolated_in_logarithms(tmp_path, capsys):
   assert 'grpo moves as far as gigpo 0.0002 at 0.0002' in printed.out
 
 
+def test_names_without_a_rate_are_other_runs(tmp_path, capsys):
+  path = tmp_path / 'tuning.csv'
+  write_table(path, [*RUNS, ('grpo 4e-4, 512 levels', 0, 10, 1e-4)])
+  code, printed = run(path, capsys)
+  assert code == 0 and 'at 0.0002' in printed.out
+
+
 @pytest.mark.parametrize(
   ('options', 'message'),
   [

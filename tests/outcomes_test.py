@@ -68,6 +68,6 @@ def test_tables_of_earlier_releases_have_no_outcomes(tmp_path):
       outcomes.read(path)
     assert '\n' not in str(error.value)
   header = ','.join(outcomes.COLUMNS)
-  path.write_text(f'{header}\ntoy,a,0,9,0.5,9,x,ff\n')
+  path.write_text(f'{header}\ntoy,a,0,9,0.5,9,x,,ff\n')
   with pytest.raises(ValueError, match='1 bytes of outcomes, 9 episodes'):
     outcomes.read(path)

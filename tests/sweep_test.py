@@ -14,7 +14,7 @@ import pytest
 
 from gigpo_jax.run import run_config
 from gigpo_jax.runtime import files
-from gigpo_jax.tools import outcomes, paired, sweep, sweep_table
+from gigpo_jax.tools import outcomes, paired, sweep, sweep_runs, sweep_table
 
 PROJECT = pathlib.Path(sweep.__file__).parents[2]
 
@@ -51,9 +51,9 @@ def write_test(run, root):
 
 
 RUNS = [
-  sweep.Run('a', 'configs/alfworld.py:smoke', 0),
-  sweep.Run('a', 'configs/alfworld.py:smoke', 1),
-  sweep.Run(
+  sweep_runs.Run('a', 'configs/alfworld.py:smoke', 0),
+  sweep_runs.Run('a', 'configs/alfworld.py:smoke', 1),
+  sweep_runs.Run(
     'b', 'configs/alfworld.py:smoke,grpo', 0, (('pool.num_workers', 3),)
   ),
 ]
@@ -119,11 +119,11 @@ def test_runs_share_the_cores_and_the_memory_of_a_gpu(tmp_path, monkeypatch):
   names = ('XLA_CLIENT_MEM_FRACTION', 'XLA_PYTHON_CLIENT_MEM_FRACTION')
   for name in names:
     monkeypatch.delenv(name, raising=False)
-  monkeypatch.setattr(sweep.Run, 'next_command', next_command)
+  monkeypatch.setattr(sweep_runs.Run, 'next_command', next_command)
   monkeypatch.setattr(sweep.subprocess, 'Popen', Process)
   monkeypatch.setattr(os, 'sched_getaffinity', lambda _: {*range(3, 8)})
   monkeypatch.setattr(os, 'sched_setaffinity', lambda _, c: pinned.append(c))
-  runs = [sweep.Run('a', 'configs/alfworld.py:smoke', n) for n in range(2)]
+  runs = [sweep_runs.Run('a', 'configs/alfworld.py:smoke', n) for n in range(2)]
   assert sweep.run_all(runs, tmp_path, at_once=2) == []
   assert shares == [('2', '0.450')] * 2 and pinned == [[3, 4], [5, 6]]
   # One run has all; a user's own share stays; without enough cores, no pins.
@@ -149,8 +149,8 @@ def test_runs_share_the_cores_and_the_memory_of_a_gpu(tmp_path, monkeypatch):
 )
 def test_failed_runs_are_reported_and_others_continue(tmp_path, capsys):
   runs = [
-    sweep.Run('bad', 'configs/alfworld.py:smoke', 0, (('seed', -1),)),
-    sweep.Run('worse', 'configs/webshop.py:smoke', 0, (('seed', -2),)),
+    sweep_runs.Run('bad', 'configs/alfworld.py:smoke', 0, (('seed', -1),)),
+    sweep_runs.Run('worse', 'configs/webshop.py:smoke', 0, (('seed', -2),)),
   ]
   assert sweep.run_all(runs, tmp_path, at_once=1) == runs
   assert 'seed=-1' in (tmp_path / 'alfworld-bad-0.log').read_text()
@@ -181,7 +181,7 @@ def test_trained_policies_are_tested_and_compared(
   file.write_text(f'RUNS = {[_entry(run) | tested for run in RUNS]}')
   for name in ('a-0', 'a-1', 'b-0'):
     write_run(tmp_path / f'alfworld-{name}', [(0, 0.2), (100, 0.4)])
-  command = sweep.Run.test_command
+  command = sweep_runs.Run.test_command
   successes = {'a': '0100', 'b': '0111'}
 
   def test_command(run, root):
@@ -192,7 +192,7 @@ def test_trained_policies_are_tested_and_compared(
       return [sys.executable, '-c', 'raise SystemExit(3)']
     return [*_write_outcomes(successes[run.name]), *given[2:]]
 
-  monkeypatch.setattr(sweep.Run, 'test_command', test_command)
+  monkeypatch.setattr(sweep_runs.Run, 'test_command', test_command)
   options = {'at_once': 1, 'only_gather': False}
   fixed = False
   assert sweep.main(str(file), str(tmp_path), **options) == 1
@@ -205,7 +205,7 @@ def test_trained_policies_are_tested_and_compared(
   printed = capsys.readouterr().out
   assert '| a | 2 | 25.0 | 25.0 |  |  |  |' in printed
   assert '| b | 1 | 75.0 | 75.0 | +50.0 [' in printed
-  lines = (tmp_path / 'list_tests.csv').read_text().split()
+  lines = (tmp_path / 'list_tests.csv').read_text().splitlines()
   # Outcomes 0100 and 0111, in hexadecimal digits.
   for line, start, end in zip(
     lines[1:],
@@ -264,12 +264,123 @@ def test_a_changed_test_is_repeated(tmp_path):
     assert len(sweep.gather_tests([run], tmp_path)) == is_current
 
 
+def test_a_test_with_further_fields_is_not_current(tmp_path):
+  fields = ('evaluation.num_tasks', 4), ('evaluation.temperature', 0.0)
+  run = dataclasses.replace(RUNS[0], test=fields)
+  write_run(tmp_path / run.folder, [(0, 0.2), (100, 0.4)])
+  write_test(run, tmp_path)
+  path = run.test_result(tmp_path)
+  report = json.loads(path.read_text())
+  report['config'] = run_config.experiment(run.load(run.test))
+  path.write_text(json.dumps(report))
+  assert run.next_command(tmp_path) is None
+  without = dataclasses.replace(run, test=fields[:1])
+  assert without.next_command(tmp_path) == without.test_command(tmp_path)
+  assert sweep.gather_tests([without], tmp_path) == []
+
+
+def _write_sweep(path, runs):
+  """Writes a file with runs and their tests."""
+  entries = [_entry(run) | {'test': dict(run.test)} for run in runs]
+  path.write_text(f'RUNS = {entries}')
+
+
+def test_tests_with_other_settings_are_not_mixed(tmp_path):
+  greedy = [
+    dataclasses.replace(run, test=(('evaluation.temperature', 0.0),))
+    for run in RUNS
+  ]
+  file, root = tmp_path / 'list.py', tmp_path / 'a'
+  for run in greedy:
+    write_run(root / run.folder, [(0, 0.2), (100, 0.4)])
+    write_test(run, root)
+  options = {'at_once': 1, 'only_gather': True}
+  _write_sweep(file, greedy)
+  sweep.main(str(file), str(root), **options)
+  table = root / 'list.csv'
+  assert len(sweep_table.read_tests(table)) == 3
+  sampled = [dataclasses.replace(run, test=(('seed', 0),)) for run in RUNS]
+  _write_sweep(file, sampled)
+  with pytest.raises(ValueError, match='0.0, but the sweep has .*test: seed=0'):
+    sweep.main(str(file), str(tmp_path / 'b'), known=[str(table)], **options)
+  shutil.rmtree(root / greedy[0].folder)
+  shutil.rmtree(root / greedy[1].folder / 'test')
+  sweep.main(str(file), str(root), **options)
+  # The third has no config, as in files of earlier releases.
+  assert [test.name for test in sweep_table.read_tests(table)] == ['b']
+
+
+def test_a_copied_run_is_finished_and_tested(tmp_path):
+  run = dataclasses.replace(RUNS[0], test=(('evaluation.num_tasks', 4),))
+  write_run(tmp_path / run.folder, [(0, 0.2), (100, 0.4)])
+  write_test(run, tmp_path)
+  path, policy = run.test_result(tmp_path), tmp_path / run.folder / 'policy'
+  for file in (path, policy / 'config.json'):
+    os.utime(file, (0, 0))
+  assert run.next_command(tmp_path) == run.command(tmp_path)
+  iterations = run.load().num_iterations
+  training = policy / 'training.json'
+  training.write_text(json.dumps({'iterations': iterations}))
+  assert run.next_command(tmp_path) == run.test_command(tmp_path)
+  report = json.loads(path.read_text())
+  for tested in (iterations, iterations - 1):
+    report['policies']['p']['iterations'] = tested
+    path.write_text(json.dumps(report))
+    assert (run.next_command(tmp_path) is None) == (tested == iterations)
+  # Of fewer iterations than the run has now.
+  training.write_text(json.dumps({'iterations': iterations - 1}))
+  assert run.next_command(tmp_path) == run.command(tmp_path)
+
+
+def test_runs_without_evaluations_are_finished_and_compared(tmp_path, capsys):
+  runs = [dataclasses.replace(run, test=(('seed', 0),)) for run in RUNS]
+  file, root = tmp_path / 'list.py', tmp_path / 'runs'
+  _write_sweep(file, runs)
+  for run in runs:
+    write_run(root / run.folder, [(0, None), (100, None)])
+    write_test(run, root)
+  options = {'at_once': 1, 'only_gather': True}
+  for _ in range(2):
+    sweep.main(str(file), str(root), **options)
+    printed = capsys.readouterr().out
+    assert '3 of 3 runs are finished' in printed and '| b | 1 |' in printed
+    shutil.rmtree(root / runs[0].folder, ignore_errors=True)
+
+
+def test_known_runs_without_tests_are_named(tmp_path, capsys):
+  runs = [dataclasses.replace(run, test=(('seed', 0),)) for run in RUNS]
+  file, root = tmp_path / 'list.py', tmp_path / 'a'
+  _write_sweep(file, runs)
+  for run in runs:
+    write_run(root / run.folder, [(0, 0.2), (100, 0.4)])
+    write_test(run, root)
+  options = {'at_once': 1, 'only_gather': True}
+  sweep.main(str(file), str(root), **options)
+  table = root / 'list.csv'
+  copy = tmp_path / 'copy.csv'
+  shutil.copy(table, copy)
+  capsys.readouterr()
+  known = [str(table), str(copy)]
+  sweep.main(str(file), str(tmp_path / 'b'), known=known, **options)
+  assert f'from {copy}; 3 have no test there' in capsys.readouterr().out
+  # A run and its test come from the same table.
+  assert sweep_table.read_tests(tmp_path / 'b' / 'list.csv') == []
+
+
+def test_home_folder_of_an_override():
+  entry = {'name': 'a', 'config': 'configs/alfworld.py', 'seed': 0}
+  overrides = {'model.path': '~/m', 'env.data_dir': '~/d'}
+  run = sweep_runs._run_of(entry | {'overrides': overrides}, '--sweep')
+  home = os.path.expanduser('~')
+  assert run.overrides == (('model.path', f'{home}/m'), ('env.data_dir', '~/d'))
+
+
 def test_policies_of_agents_are_in_folders(tmp_path):
   write_run(tmp_path / RUNS[0].folder, [(0, 0.2), (100, 0.4)])
   policy = tmp_path / RUNS[0].folder / 'policy'
   (policy / 'planner').mkdir()
   (policy / 'config.json').rename(policy / 'planner' / 'config.json')
-  assert sweep.finished(RUNS[0], tmp_path)
+  assert sweep_runs.finished(RUNS[0], tmp_path)
 
 
 def test_known_tests_join_those_of_this_machine(tmp_path):
@@ -296,7 +407,7 @@ def test_known_tests_join_those_of_this_machine(tmp_path):
   [('configs/alfworld.py:huge', ()), ('configs/alfworld.py', (('sed', 1),))],
 )
 def test_runs_without_a_config_are_refused(tmp_path, config, overrides):
-  run = sweep.Run('worse', config, 0, overrides)
+  run = sweep_runs.Run('worse', config, 0, overrides)
   with pytest.raises(ValueError, match='run alfworld-worse-0: .*(huge|sed)'):
     sweep.run_all([run], tmp_path, at_once=1)
 
@@ -319,7 +430,7 @@ def test_wrong_values_are_refused_before_the_first_run(tmp_path, monkeypatch):
 
 def test_an_unknown_field_is_named_in_a_short_line():
   overrides = (('rollout.group', 1),)
-  run = sweep.Run('bad', 'configs/alfworld.py:smoke', 0, overrides)
+  run = sweep_runs.Run('bad', 'configs/alfworld.py:smoke', 0, overrides)
   with pytest.raises(ValueError, match=r'-bad-0: rollout.group: no such') as e:
     run.load()
   assert str(e.value).endswith('did you mean rollout.groups?')
@@ -346,7 +457,7 @@ def test_runs_of_own_configs_and_modules(tmp_path, monkeypatch):
   monkeypatch.chdir(tmp_path)
   path = os.pathsep.join(['.', str(PROJECT)])
   monkeypatch.setenv('PYTHONPATH', path)
-  runs = [sweep.Run('a', 'own.py', 0)]
+  runs = [sweep_runs.Run('a', 'own.py', 0)]
   assert sweep.run_all(runs, tmp_path, at_once=1) == runs
   assert 'is imported (mine.py:1' in (tmp_path / 'own-a-0.log').read_text()
 
@@ -390,7 +501,7 @@ def test_known_runs_are_gathered_and_not_rerun(tmp_path, monkeypatch):
     )
   file.write_text(f'RUNS = {[_entry(other) | {"name": 1}]}')
   with pytest.raises(ValueError, match='name=1: must be of type str'):
-    sweep.read(file)
+    sweep_runs.read(file)
   for line in ('alfworld,a', 'alfworld,a,0,5,16'):  # An interrupted copy.
     file.write_text(pathlib.Path(table).read_text() + line)
     with pytest.raises(ValueError, match='must be the CSV that'):
@@ -431,26 +542,37 @@ def test_known_runs_with_other_settings_are_refused(tmp_path, capsys):
   assert 'the settings of 1 are not known' in gather(changed)
 
 
-def test_folder_with_another_config_is_refused(tmp_path):
+def test_folder_with_another_config_is_refused(tmp_path, capsys):
   write_run(tmp_path / 'alfworld-a-0', [(0, 0.2), (100, 0.4)])
   run_config.save(RUNS[0].load(), str(tmp_path / 'alfworld-a-0'))
   assert len(sweep.gather(RUNS[:1], tmp_path)) == 2
   changed = dataclasses.replace(RUNS[0], overrides=(('seed', 7),))
-  with pytest.raises(ValueError, match='seed=7 .was 0.'):
+  advice = 'give the run another name in the sweep, or move the folder$'
+  with pytest.raises(ValueError, match=f'seed=7 .was 0.; {advice}'):
     sweep.run_all([changed], tmp_path, at_once=1)
+  write_run(tmp_path / 'alfworld-b-0', [(0, 0.2), (100, 0.4)])
+  file = tmp_path / 'list.py'
+  _write_sweep(file, [RUNS[2], RUNS[0]])
+  stored = json.loads((tmp_path / 'alfworld-a-0' / 'config.json').read_text())
+  stored['seed'] = 7
+  (tmp_path / 'alfworld-a-0' / 'config.json').write_text(json.dumps(stored))
+  sweep.main(str(file), str(tmp_path), at_once=1, only_gather=True)
+  printed = capsys.readouterr().out
+  assert '--sweep: run alfworld-a-0: ' in printed and 'was 7' in printed
+  assert '1 of 2 runs are finished' in printed
 
 
 _RUN_SWEEP = """
 import pathlib, sys
-from gigpo_jax.tools import outcomes, paired, sweep
+from gigpo_jax.tools import sweep, sweep_runs
 # launch/train.py up to the point at which it parses its flags.
 code = (
   'import os, runpy, time; from absl import app; '
   'app.run = lambda *_, **__: print(os.getpid(), flush=True) or time.sleep(99);'
   'runpy.run_path("launch/train.py", run_name="__main__")'
 )
-sweep.Run.command = lambda *_: [sys.executable, '-c', code]
-run = sweep.Run('a', 'configs/alfworld.py:smoke', 0)
+sweep_runs.Run.command = lambda *_: [sys.executable, '-c', code]
+run = sweep_runs.Run('a', 'configs/alfworld.py:smoke', 0)
 sweep.run_all([run], pathlib.Path(sys.argv[1]), at_once=1)
 """
 
@@ -557,9 +679,9 @@ def test_invalid_sweep_files_are_refused(tmp_path, text, message):
   path = tmp_path / 'sweep.py'
   path.write_text(text)
   with pytest.raises(ValueError, match=message):
-    sweep.read(path)
+    sweep_runs.read(path)
   with pytest.raises(ValueError, match='no such file'):
-    sweep.read(tmp_path / 'nowhere.py')
+    sweep_runs.read(tmp_path / 'nowhere.py')
 
 
 @pytest.mark.parametrize(
@@ -573,7 +695,7 @@ def test_invalid_configs_of_runs_are_refused(tmp_path, text, message):
   path = tmp_path / 'c.py'
   path.write_text(text)
   with pytest.raises(ValueError, match=rf'--sweep: run c-a-0: .*{message}'):
-    sweep.Run('a', str(path), 0).load()
+    sweep_runs.Run('a', str(path), 0).load()
 
 
 def _command(*flags: str) -> subprocess.CompletedProcess:
@@ -606,9 +728,9 @@ def test_a_folder_that_cannot_be_written_is_one_line(tmp_path):
 
 
 def test_a_name_with_a_slash_is_one_folder():
-  run = sweep.Run('a/b c', 'configs/alfworld.py', 0)
+  run = sweep_runs.Run('a/b c', 'configs/alfworld.py', 0)
   assert run.folder == 'alfworld-a-b-c-0'
-  run = sweep.Run('a', 'configs/alfworld.py', 0, experiment='d/e f')
+  run = sweep_runs.Run('a', 'configs/alfworld.py', 0, experiment='d/e f')
   assert run.folder == 'd-e-f-a-0'
 
 
@@ -616,11 +738,11 @@ def test_an_experiment_divides_the_runs_of_a_config_file(tmp_path):
   entry = {'name': 'a', 'config': 'configs/alfworld.py:smoke', 'seed': 0}
   file = tmp_path / 'list.py'
   file.write_text(f'RUNS = [{entry}, {entry | {"experiment": "other"}}]')
-  runs = sweep.read(file)
+  runs = sweep_runs.read(file)
   assert [run.key for run in runs] == [('alfworld', 'a', 0), ('other', 'a', 0)]
   file.write_text(f'RUNS = [{entry | {"experiment": 1}}]')
   with pytest.raises(ValueError, match='experiment=1: must be of type str'):
-    sweep.read(file)
+    sweep_runs.read(file)
 
 
 def test_a_table_of_another_kind_is_one_short_line(tmp_path):

@@ -124,7 +124,7 @@ case "$*" in
       echo "activity=$host"
     done ;;
   *' create '*) test ! -e "$STAGE/full" || { rm "$STAGE/full"; exit 1; } ;;
-  *'uv venv'*) test ! -e "$STAGE/broken" || { rm "$STAGE/broken"; exit 1; } ;;
+  *'uv venv'*) test ! -e "$STAGE/useless" || exit 1; test ! -e "$STAGE/broken" || { rm "$STAGE/broken"; exit 1; } ;;
 esac
 """
 
@@ -217,6 +217,22 @@ def test_keep_ends_if_training_does_not_start(tmp_path):
   assert 'training ends soon after each start' in output
 
 
+def test_keep_ends_if_setup_always_fails(tmp_path):
+  (tmp_path / 'useless').touch()
+  output, calls = _keep(tmp_path, ['READY'] * 6, ['idle'] * 6, ends=1)
+  assert calls == [*['setup'] * 5, 'log']
+  assert output.count('setup failed') == 5
+  assert output.endswith('to end the costs, run launch/tpu_vm.sh delete\n')
+
+
+def test_keep_ends_if_hosts_never_answer(tmp_path):
+  hosts = [*['lost'] * 29, 'training', *['lost'] * 30]
+  output, calls = _keep(tmp_path, ['READY'] * len(hosts), hosts, ends=1)
+  assert calls == []
+  assert output.count('not all hosts answer; waiting') == 59
+  assert output.endswith('to end the costs, run launch/tpu_vm.sh delete\n')
+
+
 def test_only_a_run_with_these_flags_is_finished(tmp_path):
   # A host on which the training ends at once: gcloud runs the commands here.
   home = tmp_path / 'home' / 'gigpo_jax'
@@ -249,7 +265,13 @@ def test_only_a_run_with_these_flags_is_finished(tmp_path):
 
 
 @pytest.mark.parametrize(
-  'options', [('--type=v9-8',), ('--type=v5p-8', '--repository=')]
+  'options',
+  [
+    ('--type=v9-8',),
+    ('--type=v5p-8', '--repository='),
+    ('--type=v5p-8', '--repository=u', '--every=abc'),
+    ('--type=v5p-8', '--repository=u', '--bucket=b', '--', '--workdir=/tmp/a'),
+  ],
 )
 def test_keep_refuses_before_it_creates_a_slice(tmp_path, options):
   # A copy outside a repository has no origin.

@@ -1,6 +1,7 @@
 """The files of a trained policy: a Hugging Face folder, and adapters."""
 
 import dataclasses
+import json
 import os
 import pathlib
 from collections.abc import Sequence
@@ -8,10 +9,25 @@ from typing import Any
 
 from gigpo_jax.models import huggingface, lora
 from gigpo_jax.run import model_builders, run_config
-from gigpo_jax.runtime import distributed
+from gigpo_jax.runtime import distributed, files
 
 # The folders that `export` replaces.
 FOLDERS = ('policy', 'adapters')
+# File in the folder `policy`.
+_TRAINING = 'training.json'
+
+
+def iterations(policy: pathlib.Path) -> int | None:
+  """Returns how many iterations have trained a policy; None if not known.
+
+  Args:
+    policy: the folder `policy` that `export` wrote.
+  """
+  try:
+    stored = files.read_stored(policy / _TRAINING).get('iterations')
+  except ValueError:  # Missing or damaged.
+    return None
+  return stored if isinstance(stored, int) else None
 
 
 def check_export(export: str, checkpoints: Sequence[str]) -> None:
@@ -87,6 +103,8 @@ def export(
   base: Any,
   params: Any,
   start: str,
+  *,
+  iterations: int | None = None,
 ) -> None:
   """Writes the policy, and adapters also separately, as Hugging Face files.
 
@@ -98,6 +116,8 @@ def export(
     base: the frozen parameters.
     params: the trained parameters.
     start: `config.model.path`, to which the adapters belong.
+    iterations: number of iterations of the run that has trained the policy;
+      None: not known.
   """
   model = bundle.model
   policies = lora.by_agent(model.adapters, params)
@@ -113,6 +133,9 @@ def export(
         tokenizer_directory=bundle.tokenizer.directory,
         stop_ids=bundle.tokenizer.stop_ids,
       )
+    if iterations is not None and distributed.is_main_process():
+      text = json.dumps({'iterations': iterations, 'version': files.VERSION})
+      files.write_atomic(pathlib.Path(path, _TRAINING), text + '\n')
   if not model.adapters:
     return
   with distributed.atomic_directory(folder / 'adapters') as path:

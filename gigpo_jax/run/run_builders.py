@@ -550,7 +550,7 @@ def _max_repeated(config: ml_collections.ConfigDict, workdir: str) -> int:
   return (keep + 2) * every + 1
 
 
-def export(parts: Parts, state: run_state.RunState) -> None:
+def export(parts: Parts, state: run_state.RunState, iterations: int) -> None:
   """Writes the policy of a run; see `policy_files.export`."""
   policy_files.export(
     parts.workdir,
@@ -558,4 +558,5 @@ def export(parts: Parts, state: run_state.RunState) -> None:
     parts.learner.base,
     state.policy.params,
     parts.config.model.path,
+    iterations=iterations,
   )

@@ -18,6 +18,9 @@ _STORED = 'config.json'
 _INPUTS = 'inputs'
 # Value of a field that a config lacks.
 _MISSING = 'missing'
+_ADVICE = (
+  'use another --workdir, or --allow_config_change to resume with this config'
+)
 # Fields that may differ between the processes of a run.
 _LOCAL = frozenset(
   {
@@ -175,6 +178,7 @@ def check_resume(
   length: str = 'num_iterations',
   results: Sequence[str] = ('metrics.jsonl',),
   inputs: Mapping[str, str] | None = None,
+  advice: str = _ADVICE,
 ) -> None:
   """Compares the config with the one in a work directory, if a run started.
 
@@ -189,6 +193,7 @@ def check_resume(
       that got beyond its start. A checkpoint is another.
     inputs: what the run reads apart from the config, such as the fingerprint of
       the files of a model, by a text that names it.
+    advice: what to do if the config is another; the end of the error.
 
   Raises:
     ValueError: in one line with the differing fields, if the work directory
@@ -208,9 +213,6 @@ def check_resume(
       f'has {played} iterations; must be at least {played}, or another '
       '--workdir'
     )
-  advice = 'use another --workdir'
-  if name == _STORED:
-    advice += ', or --allow_config_change to resume with this config'
   try:
     stored = files.read_stored(path)
     if not isinstance(stored.get('num_iterations'), int):

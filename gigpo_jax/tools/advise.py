@@ -199,6 +199,8 @@ def _weights(folder: pathlib.Path) -> tuple[float, float]:
   path = folder / 'config.json'
   stored = files.read_stored(path) if path.is_file() else {}
   options = stored.get('algorithm') or {}
+  if not isinstance(options, dict):
+    raise ValueError(f'{path}: its algorithm is {options!r}, no section')
   default = 1.0
   if 'name' in options:
     algorithm = algorithms.make(**options)

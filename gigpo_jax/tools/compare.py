@@ -25,6 +25,11 @@ from gigpo_jax.tools import plots
 _RATE = 'eval/success_rate'
 _REQUIRED = (_RATE, 'eval/success_low', 'eval/success_high')
 _MOST_CHANGES = 5  # Fields that a line about a run lists.
+# Starts of fields in which runs of different methods are usually the same.
+_USUALLY_SHARED = (
+  *('env.', 'evaluation.', 'num_iterations'),
+  *('rollout.groups', 'rollout.episodes_per_group'),
+)
 _TITLE = 'gigpo_jax.tools.compare'  # Marks the plots that may be replaced.
 
 
@@ -157,16 +162,24 @@ def load_all(
 
 
 def differences(workdirs: Sequence[str | pathlib.Path]) -> list[str]:
-  """Returns a line for each run that is unlike the first of its variant."""
+  """Returns a line for each run that is unlike the first of its variant.
+
+  The first run of a variant is compared with the first of all, in the fields
+  that methods usually share: the environment, the evaluation, the episodes.
+  """
   first: dict[str, tuple[str, dict]] = {}
   lines = []
   for workdir, folder in zip(workdirs, _folder_names(workdirs), strict=True):
     config = _read_config(workdir)
-    own = _settings(config)
-    name, other = first.setdefault(config.get('variant', ''), (folder, own))
+    own, variant = _settings(config), config.get('variant', '')
+    is_new = variant not in first
+    name, other = first.setdefault(variant, (folder, own))
+    if is_new:
+      name, other = next(iter(first.values()))
     changed = [
       f'{field}={value} ({before})'
       for field, (before, value) in run_config.differences(other, own, None)
+      if not is_new or field.startswith(_USUALLY_SHARED)
     ]
     if more := len(changed[_MOST_CHANGES:]):
       changed[_MOST_CHANGES:] = [f'{more} more']

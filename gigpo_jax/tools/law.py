@@ -51,6 +51,8 @@ PREDICTORS = {
 }
 _FORMATS = ('.1%', '.1f', '.1%', '.1%', '.2f')
 _MOST_PREDICTORS = 2
+# Of a prediction in a file.
+_PREDICTED = frozenset({'effect', 'half_width', 'outside'})
 _T = TypeVar('_T')
 
 
@@ -491,15 +493,19 @@ def _run(options: argparse.Namespace) -> None:
     _write_new(options.output, values)
   else:
     values = _read_json(options.predictions)
-    if not {'method', 'predictions'} <= set(values):
-      raise ValueError(
-        f'{options.predictions}: has no predictions; must be a file that '
-        '`python -m gigpo_jax.tools.law predict` wrote'
-      )
+    predictions = values.get('predictions')
+    if not (isinstance(predictions, dict) and 'method' in values):
+      predictions = {'': None}
+    for name, prediction in predictions.items():
+      if not isinstance(prediction, dict) or _PREDICTED - prediction.keys():
+        raise ValueError(
+          f'{options.predictions}: {name or "has no predictions"}: must be a '
+          'file that `python -m gigpo_jax.tools.law predict` wrote'
+        )
     measured = read_effects(options.table, values['method'])
-    print(table(values['predictions'], measured))
+    print(table(predictions, measured))
     if options.plot:
-      draw(options.plot, values['predictions'], measured)
+      draw(options.plot, predictions, measured)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

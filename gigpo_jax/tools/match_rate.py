@@ -67,6 +67,14 @@ def match(points: Mapping[float, float], target: float) -> float:
   )
 
 
+def _rate(text: str) -> float | None:
+  """Returns a learning rate; None if the text is another part of a name."""
+  try:
+    return float(text)
+  except ValueError:
+    return None
+
+
 def main(argv: Sequence[str] | None = None) -> int:
   """Prints the distances and the matched rate; returns 2 on errors."""
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -91,9 +99,10 @@ def main(argv: Sequence[str] | None = None) -> int:
       )
     prefix = f'{options.method} '
     points = {
-      float(name.removeprefix(prefix)): kl
+      rate: kl
       for name, kl in by_name.items()
       if name.startswith(prefix)
+      and (rate := _rate(name.removeprefix(prefix))) is not None
     }
     rate = match(points, by_name[options.target])
   except ValueError as error:

@@ -19,7 +19,7 @@ from gigpo_jax.runtime import files
 
 COLUMNS = (
   *('experiment', 'name', 'seed', 'tasks', 'success'),
-  *('episodes', 'task_list', 'outcomes'),
+  *('episodes', 'task_list', 'settings', 'outcomes'),
 )
 
 
@@ -35,6 +35,8 @@ class Result:
     success: mean success over tasks.
     episodes: number of episodes; 0 if not known.
     task_list: digest of the sorted names of the tasks; '' if not known.
+    settings: config of the run and the test, as `Run.test_settings`; '' if
+      not known.
     outcomes_T: mean success of each task in the order of the sorted names; None
       if not known.
   """
@@ -46,6 +48,7 @@ class Result:
   success: float
   episodes: int = 0
   task_list: str = ''
+  settings: str = ''
   outcomes_T: Float[np.ndarray, ' T'] | None = None
 
   @property
@@ -84,13 +87,16 @@ def read_evaluation(path: pathlib.Path) -> dict[str, list[bool]]:
 
 
 def make_result(
-  key: tuple[str, str, int], by_task: Mapping[str, Sequence[bool]]
+  key: tuple[str, str, int],
+  by_task: Mapping[str, Sequence[bool]],
+  settings: str = '',
 ) -> Result:
   """Returns the result of a policy.
 
   Args:
     key: (experiment, name, seed) of its run.
     by_task: successes of the episodes of each task.
+    settings: config of the run and the test.
   """
   names = sorted(by_task)
   outcomes_T = np.array([np.mean(by_task[name]) for name in names])
@@ -101,6 +107,7 @@ def make_result(
     success=float(outcomes_T.mean()),
     episodes=sum(map(len, by_task.values())),
     task_list=digest[:12],
+    settings=settings,
     outcomes_T=outcomes_T,
   )
 
@@ -177,6 +184,7 @@ def _read_line(line: Mapping[str, str]) -> Result:
     float(line['success']),
     episodes,
     line.get('task_list') or '',
+    line.get('settings') or '',
     decode(line.get('outcomes') or '', tasks, episodes),
   )
 

@@ -4,285 +4,26 @@ Each run is a work directory of launch/train.py. A rerun of the same command
 skips finished runs and resumes the others.
 """
 
-import dataclasses
-import functools
-import json
 import os
 import pathlib
-import re
-import runpy
 import subprocess
-import sys
 from collections.abc import Mapping, Sequence
 
-import ml_collections
 import numpy as np
 import tqdm
 
-import configs
 from envs import processes
 from gigpo_jax import config as config_lib
-from gigpo_jax import deprecated, metrics
-from gigpo_jax.run import config_fields, run_config
+from gigpo_jax import metrics
+from gigpo_jax.run import run_config
 from gigpo_jax.runtime import files
-from gigpo_jax.tools import outcomes, paired, sweep_table
+from gigpo_jax.tools import outcomes, paired, sweep_runs, sweep_table
+from gigpo_jax.tools.sweep_runs import Run
 
-_ROOT = pathlib.Path(__file__).parents[2]
-_RATE = 'optimizer.learning_rate'
 # jax's name of the share of a GPU's memory that a process reserves, its older
 # name, and the share of all runs together; CUDA's libraries need the rest.
 _MEMORY_SHARES = 'XLA_CLIENT_MEM_FRACTION', 'XLA_PYTHON_CLIENT_MEM_FRACTION'
 _MEMORY_SHARE = 0.9
-
-
-@dataclasses.dataclass(frozen=True)
-class Run:
-  """One run of launch/train.py.
-
-  Attributes:
-    name: name of the variant; runs of the same name differ in their seed.
-    config: value of the --config flag.
-    seed: seed of everything random.
-    overrides: (config field, value) pairs.
-    test: (config field, value) pairs for the evaluation of the trained policy;
-      empty for no such evaluation.
-    experiment: only runs of the same experiment are compared; by default the
-      name of the config file.
-  """
-
-  name: str
-  config: str
-  seed: int
-  overrides: tuple[tuple[str, object], ...] = ()
-  test: tuple[tuple[str, object], ...] = ()
-  experiment: str = ''
-
-  def __post_init__(self):
-    stem = pathlib.Path(self.config.partition(':')[0]).stem
-    object.__setattr__(self, 'experiment', self.experiment or stem)
-
-  @property
-  def key(self) -> tuple[str, str, int]:
-    """Key of the run in the table: (experiment, name, seed)."""
-    return self.experiment, self.name, self.seed
-
-  @functools.cached_property
-  def settings(self) -> str:
-    """What the table keeps of a run's config, such as `config.py env.a=1`.
-
-    It includes the learning rate, which a config file chooses by method.
-    """
-    rate = self.load().optimizer.learning_rate
-    changes = dict(self.overrides) | {_RATE: rate}
-    return ' '.join(
-      (self.config, *(f'{k}={v}' for k, v in sorted(changes.items())))
-    )
-
-  def has_settings(self, stored: str | None) -> bool:
-    """Returns whether settings in a table are the run's, as far as known.
-
-    Tables of older releases have none, or lack the learning rate.
-    """
-    if stored is None or stored == self.settings:
-      return True
-    without = [x for x in self.settings.split(' ') if not x.startswith(_RATE)]
-    return _RATE not in stored and stored == ' '.join(without)
-
-  @property
-  def folder(self) -> str:
-    """Name of the work directory."""
-    return _file_name(f'{self.experiment}-{self.name}-{self.seed}')
-
-  def load(
-    self, fields: Sequence[tuple[str, object]] = ()
-  ) -> ml_collections.ConfigDict:
-    """Returns the run's config.
-
-    Args:
-      fields: further (config field, value) pairs.
-
-    Raises:
-      ValueError: in one line, if the config or a field does not exist.
-    """
-    path, _, variant = self.config.partition(':')
-    overrides = {'seed': self.seed, **dict((*self.overrides, *fields))}
-    try:
-      file = configs.find(path) or path
-      config = config_fields.load(file, variant).lock()
-      overrides = deprecated.renamed(overrides, config)
-      for field in overrides.keys() - config_fields.flatten(config).keys():
-        advice = config_fields.suggest(field, config) or 'see configs/base.py'
-        raise ValueError(f'{field}: no such field; {advice}')
-      config.update_from_flattened_dict(overrides)
-    except (KeyError, OSError, TypeError, ValueError) as error:
-      message = ' '.join(str(error).split())
-      raise ValueError(f'{self.label}{message}') from error
-    return config
-
-  @property
-  def label(self) -> str:
-    """Start of errors about the run."""
-    return f'--sweep: run {self.folder}: '
-
-  def command(self, root: pathlib.Path) -> list[str]:
-    """Returns the command that trains the run in a folder under `root`."""
-    return self._launch('train', self.overrides, root / self.folder)
-
-  def test_command(self, root: pathlib.Path) -> list[str]:
-    """Returns the command that evaluates the trained policy."""
-    policy, result = root / self.folder / 'policy', self.test_result(root)
-    fields = (*self.overrides, *self.test)
-    command = self._launch('evaluate', fields, result.parent)
-    return [*command, f'--model={policy}']
-
-  def test_result(self, root: pathlib.Path) -> pathlib.Path:
-    """Returns the file that `test_command` writes."""
-    return root / self.folder / 'test' / 'evaluation.json'
-
-  def next_command(self, root: pathlib.Path) -> list[str] | None:
-    """Returns the command to run next, or None if the run is complete."""
-    self.load(self.test)  # Refuses unknown fields before the training.
-    if not finished(self, root):
-      return self.command(root)
-    if self.test and not _is_tested(self, root):
-      return self.test_command(root)
-    return None
-
-  def _launch(
-    self,
-    script: str,
-    fields: Sequence[tuple[str, object]],
-    workdir: pathlib.Path,
-  ) -> list[str]:
-    return [
-      sys.executable,
-      str(_ROOT / 'launch' / f'{script}.py'),
-      f'--config={self.config}',
-      f'--config.seed={self.seed}',
-      *(f'--config.{field}={value}' for field, value in fields),
-      f'--workdir={workdir}',
-    ]
-
-
-def read(given: str | pathlib.Path) -> list[Run]:
-  """Returns the runs that a file lists in RUNS, a list of dictionaries.
-
-  Each dictionary has the keys name, config and seed, and optionally experiment
-  and, as dictionaries of config fields, overrides and test; see `Run`. The
-  trained policies of runs with test are evaluated with these fields and
-  compared task by task.
-
-  Args:
-    given: path of the file; a path within the project works from any folder.
-
-  Raises:
-    ValueError: in one line, if the file or its list is invalid, or two runs
-      share a folder.
-  """
-  path = configs.find(str(given))
-  if path is None or not os.path.isfile(path):
-    raise ValueError(
-      f'--sweep={given}: no such file; must be a Python file that defines RUNS'
-    )
-  try:
-    entries = runpy.run_path(str(path)).get('RUNS')
-  except (Exception, SystemExit) as error:  # A file may raise anything.
-    raise ValueError(
-      f'--sweep={path}: cannot be loaded ({type(error).__name__}: {error}); '
-      'must be a Python file that defines RUNS'
-    ) from error
-  if not entries or not isinstance(entries, list | tuple):
-    raise ValueError(
-      f'--sweep={path}: RUNS is missing, empty or no list; must be a list of '
-      'runs'
-    )
-  runs = [_run_of(entry, f'--sweep={path}') for entry in entries]
-  folders = [run.folder for run in runs]
-  if duplicates := sorted({f for f in folders if folders.count(f) > 1}):
-    raise ValueError(
-      f'--sweep={path}: {duplicates} are listed twice; runs must be unique'
-    )
-  return runs
-
-
-def _run_of(entry: object, flag: str) -> Run:
-  """Returns the run that an entry of RUNS describes.
-
-  Raises:
-    ValueError: in one line that begins with the flag, if it describes none.
-  """
-  if not isinstance(entry, dict):
-    raise ValueError(f'{flag}: {entry}: must be a dictionary')
-  types = {'name': str, 'config': str, 'seed': int, 'experiment': str}
-  unknown = entry.keys() - types.keys() - {'overrides', 'test'}
-  missing = types.keys() - {'experiment'} - entry.keys()
-  if unknown or missing:
-    raise ValueError(
-      f'{flag}: {entry} has unknown keys {sorted(unknown)} and lacks '
-      f'{sorted(missing)}; must have name, config, seed and optionally '
-      'experiment, overrides and test'
-    )
-  changes = [entry.get(name, {}) for name in ('overrides', 'test')]
-  if not all(isinstance(fields, dict) for fields in changes):
-    raise ValueError(
-      f'{flag}: {entry}: overrides and test must be dictionaries'
-    )
-  names = [name for fields in changes for name in fields]
-  if 'seed' in changes[0] or not all(isinstance(name, str) for name in names):
-    raise ValueError(
-      f'{flag}: {entry}: overrides and test must have names of config fields, '
-      'overrides not seed'
-    )
-  values = {name: entry[name] for name in types if name in entry}
-  for name, value in values.items():
-    if type(value) is not types[name]:
-      raise ValueError(
-        f'{flag}: {name}={value!r}: must be of type {types[name].__name__}'
-      )
-  overrides, test = (tuple(fields.items()) for fields in changes)
-  return Run(**values, overrides=overrides, test=test)
-
-
-def _file_name(text: str) -> str:
-  return re.sub('[ /]', '-', text)
-
-
-def finished(run: Run, root: pathlib.Path) -> bool:
-  """Returns whether a run has completed all its iterations.
-
-  Raises:
-    ValueError: in one line, if its folder holds a run with another config.
-  """
-  folder, config = root / run.folder, run.load()
-  run_config.check_resume(config, str(folder))
-  lines = metrics.read(folder)
-  # Agents with adapters of their own have a policy each.
-  policies = list((folder / 'policy').glob('**/config.json'))
-  if not lines or not policies:
-    return False
-  # A finished run can be resumed with more iterations, and then be killed
-  # before it writes its policy again.
-  is_last = lines[-1]['iteration'] >= config.num_iterations - 1
-  return is_last and not any(metrics.is_older(p, folder) for p in policies)
-
-
-def _is_tested(run: Run, root: pathlib.Path) -> bool:
-  """Returns whether the result of a run's test can be read and is current."""
-  try:
-    outcomes.read_evaluation(run.test_result(root))
-  except ValueError:  # Missing or damaged.
-    return False
-  return _is_current(run, root)
-
-
-def _is_current(run: Run, root: pathlib.Path) -> bool:
-  """Returns whether a test is later than its run and has the run's fields."""
-  path = run.test_result(root)
-  stored = files.read_stored(path).get('config', {})
-  wanted = json.loads(json.dumps(dict(run.test)))
-  if any(stored.get(field, wanted[field]) != wanted[field] for field in wanted):
-    return False
-  return not metrics.is_older(path, root / run.folder)
 
 
 def run_all(
@@ -433,7 +174,7 @@ def gather(
     if run.key in by_run:
       evaluations += by_run[run.key]
       continue
-    if not finished(run, root):
+    if not sweep_runs.finished(run, root):
       continue
     # An evaluation measures the policy before its iteration trains it, so the
     # totals spent are those before the iteration.
@@ -472,17 +213,15 @@ def gather_tests(
   by_key = {result.key: result for result in known}
   results = []
   for run in runs:
-    path = run.test_result(root)
     if run.key in by_key:
       results.append(by_key[run.key])
     elif (
       run.test
-      and path.is_file()
-      and finished(run, root)
-      and _is_current(run, root)
+      and sweep_runs.finished(run, root)
+      and sweep_runs.is_tested(run, root)
     ):
-      by_task = outcomes.read_evaluation(path)
-      results.append(outcomes.make_result(run.key, by_task))
+      by_task = outcomes.read_evaluation(run.test_result(root))
+      results.append(outcomes.make_result(run.key, by_task, run.test_settings))
   if results:
     outcomes.write(sweep_table.tests_path(root / f'{name}.csv'), results)
   return results
@@ -494,35 +233,61 @@ def _mean_of(column: str, lines: Sequence[dict]) -> float | None:
   return float(np.mean(values)) if values else None
 
 
-def _describe_known(
-  path: str, by_run: Mapping[tuple, Sequence[dict]], runs: Sequence[Run]
-) -> str:
-  """Returns how many runs are taken from a table.
+def _read_tables(
+  path: str | pathlib.Path, *, missing_ok: bool = False
+) -> tuple[dict[tuple, list[dict]], dict[tuple, outcomes.Result]]:
+  """Returns the evaluations and the tests in a table, by `Run.key`."""
+  evaluations = sweep_table.read(path, missing_ok=missing_ok)
+  tests = sweep_table.read_tests(path)
+  return sweep_table.by_run(evaluations), {test.key: test for test in tests}
+
+
+def _read_known(
+  path: str, runs: Sequence[Run]
+) -> tuple[dict[tuple, list[dict]], dict[tuple, outcomes.Result]]:
+  """Returns evaluations and tests of runs in a table; prints how many.
 
   Args:
     path: value of --known.
-    by_run: the table's evaluations by `Run.key`.
     runs: the runs of the sweep.
 
   Raises:
     ValueError: in one line, if there are none, or one has other settings.
   """
-  stored = {r: by_run[r.key][0]['settings'] for r in runs if r.key in by_run}
-  if not stored:
+  evaluations, tests = _read_tables(path)
+  known = [run for run in runs if run.key in evaluations]
+  if not known:
     raise ValueError(
       f'--known={path}: has no run of the sweep; experiment, name and seed '
       'must be those of the sweep'
     )
-  for run, settings in stored.items():
-    if not run.has_settings(settings):
-      raise ValueError(
-        f'--known={path}: {run.folder} was made with {settings}, but the sweep '
-        f'has {run.settings}; give one of them another name, or leave out the '
-        'table'
-      )
-  unchecked = list(stored.values()).count(None)
-  note = f'; the settings of {unchecked} are not known' if unchecked else ''
-  return f'{len(stored)} runs are taken from {path}{note}'
+  stored = {run: evaluations[run.key][0]['settings'] for run in known}
+  tested = {run: tests[run.key] for run in known if run.key in tests}
+  different = [
+    (run.folder, settings, run.settings)
+    for run, settings in stored.items()
+    if not run.has_settings(settings)
+  ] + [
+    (run.folder, test.settings, run.test_settings)
+    for run, test in tested.items()
+    if test.settings not in ('', run.test_settings)
+  ]
+  if different:
+    folder, made, wanted = different[0]
+    raise ValueError(
+      f'--known={path}: {folder} was made with {made}, but the sweep has '
+      f'{wanted}; give one of them another name, or leave out the table'
+    )
+  notes = [f'{len(known)} runs are taken from {path}']
+  if unchecked := list(stored.values()).count(None):
+    notes.append(f'the settings of {unchecked} are not known')
+  if untested := sum(bool(run.test) and run not in tested for run in known):
+    notes.append(f'{untested} have no test there')
+  print('; '.join(notes))
+  return (
+    {run.key: evaluations[run.key] for run in known},
+    {run.key: test for run, test in tested.items()},
+  )
 
 
 def main(
@@ -544,45 +309,91 @@ def main(
       tests are read from NAME_tests.csv next to NAME.csv. Of a run in several
       CSVs, the last one counts.
   """
-  runs, root = read(sweep), pathlib.Path(workdir).resolve()
+  runs, root = sweep_runs.read(sweep), pathlib.Path(workdir).resolve()
   table = root / f'{pathlib.Path(sweep).stem}.csv'
-  earlier = sweep_table.by_run(sweep_table.read(table, missing_ok=True))
-  earlier_tests = sweep_table.read_tests(table)
-  known_runs: dict[tuple, list[dict]] = {}
+  earlier = _read_tables(table, missing_ok=True)
+  stored: dict[tuple, list[dict]] = {}
+  tests: dict[tuple, outcomes.Result] = {}
   for path in known:
-    by_run = sweep_table.by_run(sweep_table.read(path))
-    print(_describe_known(path, by_run, runs))
-    known_runs |= by_run
-  to_run = [run for run in runs if run.key not in known_runs]
+    more, more_tests = _read_known(path, runs)
+    tests = {k: test for k, test in tests.items() if k not in more} | more_tests
+    stored |= more
+  to_run = [run for run in runs if run.key not in stored]
   run_config.check_workdir(workdir)
   failed = []
   if not only_gather:
     with files.lock(root):
-      _validate([run for run in to_run if not finished(run, root)])
+      _validate([run for run in to_run if not sweep_runs.finished(run, root)])
       failed = run_all(to_run, root, at_once=at_once)
-  complete = {run.key for run in to_run if finished(run, root)}
-  # Results stay in the table if the folders of their runs or tests are cleaned
-  # up.
-  unchanged = [
-    run
-    for run in to_run
-    if run.key in earlier and run.has_settings(earlier[run.key][0]['settings'])
-  ]
-  kept = {x.key: earlier[x.key] for x in unchanged if x.key not in complete}
-  untested = {x.key for x in unchanged if not x.test_result(root).exists()}
+  complete = [run for run in to_run if _is_complete(run, root)]
+  kept, kept_tests = _cleaned_up(to_run, root, complete, *earlier)
   if kept:
     print(f'{len(kept)} runs of {table} stay in it without complete folders')
-  lost = earlier.keys() - kept.keys() - known_runs.keys() - complete
-  if lost:
+  stored, tests = stored | kept, tests | kept_tests
+  listed = stored.keys() | tests.keys() | {run.key for run in complete}
+  if lost := set().union(*earlier) - listed:
     print(f'{len(lost)} runs of {table} are not in the sweep any more')
     _back_up(table)
-  tested = [x for x in earlier_tests if x.key in kept.keys() | untested]
-  tested += [r for path in known for r in sweep_table.read_tests(path)]
-  elsewhere = [line for x in (known_runs | kept).values() for line in x]
-  evaluations = gather(runs, root, table.stem, elsewhere)
-  tests = outcomes.group(gather_tests(runs, root, table.stem, tested))
-  _report(evaluations, tests, len(runs), table)
+  runs_left = [run for run in runs if run.key in listed]
+  print(f'{len(runs_left)} of {len(runs)} runs are finished')
+  lines = [line for lines in stored.values() for line in lines]
+  _report(
+    gather(runs_left, root, table.stem, lines),
+    outcomes.group(
+      gather_tests(runs_left, root, table.stem, [*tests.values()])
+    ),
+    table,
+  )
   return int(bool(failed))
+
+
+def _cleaned_up(
+  runs: Sequence[Run],
+  root: pathlib.Path,
+  complete: Sequence[Run],
+  evaluations: Mapping[tuple, list[dict]],
+  tests: Mapping[tuple, outcomes.Result],
+) -> tuple[dict[tuple, list[dict]], dict[tuple, outcomes.Result]]:
+  """Returns evaluations and tests whose folders were cleaned up, by `Run.key`.
+
+  Args:
+    runs: the runs of the sweep.
+    root: parent of the work directories.
+    complete: runs with complete folders.
+    evaluations: the evaluations in the table.
+    tests: the tests in the table.
+  """
+  same = {
+    run: evaluations[run.key]
+    for run in runs
+    if run.key in evaluations
+    and run.has_settings(evaluations[run.key][0]['settings'])
+  }
+  untested = [
+    run
+    for run in runs
+    if run.key in tests
+    and (run not in complete or not run.test_result(root).exists())
+  ]
+  return (
+    {run.key: lines for run, lines in same.items() if run not in complete},
+    {
+      run.key: tests[run.key]
+      for run in untested
+      # Tables of older releases lack the settings of tests.
+      if (tests[run.key].settings or run.test_settings) == run.test_settings
+      and (tests[run.key].settings or run in same)
+    },
+  )
+
+
+def _is_complete(run: Run, root: pathlib.Path) -> bool:
+  """Returns whether a run is finished; prints why its folder does not count."""
+  try:
+    return sweep_runs.finished(run, root)
+  except ValueError as error:
+    print(f'{run.label}{error}')
+    return False
 
 
 def _back_up(table: pathlib.Path) -> None:
@@ -595,7 +406,6 @@ def _back_up(table: pathlib.Path) -> None:
 def _report(
   evaluations: Sequence[dict],
   tests: Mapping[str, outcomes.Results],
-  total: int,
   table: pathlib.Path,
 ) -> None:
   """Prints the results and draws learning curves.
@@ -603,17 +413,18 @@ def _report(
   Args:
     evaluations: rows of `sweep_table.read`.
     tests: results of tests by experiment.
-    total: number of runs of the sweep.
     table: the CSV, next to which the curves are drawn.
   """
-  done = len(sweep_table.by_run(evaluations))
-  print(f'{done} of {total} runs are finished')
-  for experiment in dict.fromkeys(line['experiment'] for line in evaluations):
+  evaluated = [line['experiment'] for line in evaluations]
+  for experiment in dict.fromkeys((*evaluated, *tests)):
+    print(f'\n{experiment}')
     part = [line for line in evaluations if line['experiment'] == experiment]
-    print(f'\n{experiment}\n\n{sweep_table.table(part)}')
+    if part:
+      print(f'\n{sweep_table.table(part)}')
     if experiment in tests:
       print(f'\n{paired.table(tests[experiment])}')
-    for x in sweep_table.AXES:
+    for x in sweep_table.AXES if part else ():
       name = f'{table.stem}_{experiment}_by_{x.rpartition("/")[2]}.png'
-      sweep_table.draw(part, table.with_name(_file_name(name)), x=x)
+      path = table.with_name(sweep_runs.file_name(name))
+      sweep_table.draw(part, path, x=x)
   print(f'\n{table}')
