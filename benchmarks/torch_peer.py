@@ -53,7 +53,11 @@ def _generate(
       torch.cuda.synchronize()
       start = time.perf_counter()
       network.generate(
-        ids, do_sample=True, min_new_tokens=limit, max_new_tokens=limit
+        ids,
+        do_sample=True,
+        top_k=0,  # 50 by default, which is further work.
+        min_new_tokens=limit,
+        max_new_tokens=limit,
       )
       torch.cuda.synchronize()
       return time.perf_counter() - start

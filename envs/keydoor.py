@@ -90,8 +90,9 @@ class Env:
       not change the levels.
     aliased: parts of the state, from ALIASES, that observations hide; the
       position is then known up to the room.
-    alias_prompts: whether prompts hide these parts, too. False: anchors alone
-      hide them, so that the task stays the same.
+    alias_prompts: whether texts in prompts hide these parts, too; the list of
+      admissible actions still depends on them. False: anchors alone hide them,
+      so that the task stays the same.
     history_length: K, how many past turns the prompt shows.
     prompt_style: one of `narrator.STYLES`.
     require_think: whether a response must contain a `<think>` part.

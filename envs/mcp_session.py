@@ -23,7 +23,8 @@ URLS = ('http://', 'https://')
 # How long to wait for a connection to close. The event loop ends a server that
 # takes longer; other environments of the process need not wait for it.
 _CLOSE_SECS = 1.0
-_LOG_BYTES = 65_536
+_LOG_BYTES = 65_536  # Of the end of a log, for an error.
+_MAX_LOG_BYTES = 2**24  # A longer log is emptied.
 
 
 class Session:
@@ -79,6 +80,8 @@ class Session:
     """Calls a tool; returns its texts, one a line."""
     with self._one_line(f'tool {name}'):
       result = self._run(self._client.call_tool(name, arguments))
+    if os.fstat(self._log.fileno()).st_size > _MAX_LOG_BYTES:
+      self._log.truncate(0)  # The server appends to it.
     texts = [
       part.text if part.type == 'text' else f'({part.type})'
       for part in result.content

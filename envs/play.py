@@ -146,6 +146,9 @@ def main(argv: Sequence[str] | None = None) -> int:
   with contextlib.suppress(AttributeError):  # pytest replaces the stream
     sys.stdin.reconfigure(errors='replace')
   kwargs = flags | settings
+  problems = [*envs.check_options(name, kwargs)]
+  if problems := problems or [*envs.check_installation(name, kwargs)]:
+    parser.error('; '.join(problems))
   try:
     num_tasks = len(envs.tasks(name, task.split, **kwargs))
     if not 0 <= task.index < num_tasks:
@@ -164,7 +167,7 @@ def main(argv: Sequence[str] | None = None) -> int:
   except KeyboardInterrupt:
     print('\nLeft.')
     return _INTERRUPTED
-  except (ConnectionError, TimeoutError) as error:
+  except (ConnectionError, TimeoutError, ValueError) as error:
     sys.stderr.write(f'{error}\n')
     return 2
   finally:

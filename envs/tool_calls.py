@@ -11,6 +11,7 @@ import re
 from typing import Any
 
 _CALL = re.compile(r'<tool_call>(.*?)</tool_call>', re.DOTALL)
+_END = '</tool_call>'
 _TAG = re.compile(r'</?tool_call>')
 _THINKING = re.compile(r'^.*</think>', re.DOTALL)
 
@@ -52,8 +53,7 @@ def parse(response: str) -> Response:
     response: the response of the policy, verbatim.
   """
   answer = _answer(response)
-  text = _CALL.sub('', answer)
-  bodies = _CALL.findall(answer)
+  text, bodies = _split(answer)
   if _TAG.search(text) or any(map(_TAG.search, bodies)):
     return Response(text.strip(), problem='a <tool_call> tag has no partner')
   calls = []
@@ -86,7 +86,18 @@ def without_calls(response: str) -> str:
   """Returns a response with its thinking and text, without its tool calls."""
   answer = _answer(response)
   thinking = response[: len(response) - len(answer)]
-  return (thinking + _CALL.sub('', answer)).strip()
+  return (thinking + _split(answer)[0]).strip()
+
+
+def _split(answer: str) -> tuple[str, list[str]]:
+  """Returns the text outside of tool calls, and their contents.
+
+  The time is linear in the length. After the last closing tag, an expression
+  would search for another one from every opening tag.
+  """
+  end = answer.rfind(_END) + len(_END) if _END in answer else 0
+  calls, rest = answer[:end], answer[end:]
+  return _CALL.sub('', calls) + rest, _CALL.findall(calls)
 
 
 def _answer(response: str) -> str:

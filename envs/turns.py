@@ -68,19 +68,26 @@ def parse(
     keep_case: whether to keep the action's upper-case letters.
   """
   text = response if keep_case else response.lower()
-  start = _find(text, '<action>')
-  end = _find(text, '</action>', start + len('<action>')) if start >= 0 else -1
+  start = find(text, '<action>')
+  end = find(text, '</action>', start + len('<action>')) if start >= 0 else -1
   if end < 0:
     return text[-unparsed_characters:], False
   valid = not _CJK.search(response)
   if require_think:
-    think = _find(text, '<think>')
-    valid = valid and 0 <= think < _find(text, '</think>', think)
+    think = find(text, '<think>')
+    valid = valid and 0 <= think < find(text, '</think>', think)
   if not valid:
     return text[-unparsed_characters:], False
   return text[start + len('<action>') : end].strip(), True
 
 
-def _find(text: str, tag: str, start: int = 0) -> int:
+def find(text: str, tag: str, start: int = 0) -> int:
+  """Returns where a tag is, in upper or lower case; -1 if there is none.
+
+  Args:
+    text: the text.
+    tag: the tag, such as '<action>'.
+    start: where the search starts; at least 0.
+  """
   match = re.compile(tag, re.ASCII | re.IGNORECASE).search(text, max(start, 0))
   return match.start() if match else -1

@@ -411,6 +411,15 @@ def test_records_name_the_agent(monkeypatch):
   assert [step['agent'] for step in steps] == ['', '', '']
 
 
+def test_planner_and_actor_need_a_turn_each():
+  name = 'envs.alfworld.planner'
+  (problem,) = envs.check_options(name, {'max_steps': 1})
+  assert problem.startswith('env.max_steps=1: out of range; must be at least 2')
+  (problem,) = envs.check_options(name, {'engine': 'unity'})
+  assert problem.startswith('env.engine=unity: unknown')
+  assert not [*envs.check_options(name, {'max_steps': 2})]
+
+
 def test_the_actor_reads_the_plan():
   task = base.Task('train', 0)
   env, plain = planner.Env(**TINY), alfworld_env.Env(**TINY)

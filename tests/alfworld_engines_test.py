@@ -349,6 +349,9 @@ def test_official_problem_round_trip():
   assert pddl.from_problem(text, task=world.task, name=world.name) == world
 
 
+_STATUE = 'Statue_bar__minus_00_dot_24_bar__plus_01_dot_420'
+
+
 @pytest.mark.parametrize(
   ('change', 'message'),
   [
@@ -357,8 +360,12 @@ def test_official_problem_round_trip():
     (('(:init', '(:init (opened x)'), 'opened is not supported'),
     (('(:goal', '(:aim'), 'no :goal'),
     ((')', '', 1), 'parentheses do not match'),
+    (
+      ('(:init', f'(:init (inReceptacle {_STATUE} nowhere)'),
+      'Statue_.* is in nowhere, which is not declared',
+    ),
   ],
-  ids=['goal', 'agents', 'fact', 'section', 'parentheses'],
+  ids=['goal', 'agents', 'fact', 'section', 'parentheses', 'place'],
 )
 def test_foreign_problem_is_refused_by_name(change, message):
   text = pddl.to_problem(odd_world(3)).replace(*change)
@@ -389,6 +396,31 @@ def test_corrupt_game_is_refused_in_one_line(tmp_path, text, message):
     with pytest.raises(ValueError, match=message) as error:
       read(path)
     assert str(path) in str(error.value) and '\n' not in str(error.value)
+
+
+@pytest.mark.parametrize(
+  'change',
+  [
+    ('(:init', '(:init (foo)'),
+    ('(:init', '(:init word'),
+    ('(:init', '(:init ()'),
+    ('(:goal', '(:goal) (:goal'),
+    ('(:goal', f'(:goal {"(and " * 5000}{")" * 5000}) (:end'),
+  ],
+  ids=['fact', 'word', 'empty', 'goal', 'deep'],
+)
+def test_a_damaged_problem_names_the_file(tmp_path, change):
+  world = odd_world(3)
+  problem = pddl.to_problem(world).replace(*change)
+  if change[1].startswith('(:goal)'):
+    problem = problem[: problem.index('(:goal)')] + '(:goal))'
+  path = tmp_path / 'game.tw-pddl'
+  grammar = f'task :: "Your task is to: {world.task}" }}'
+  game = {'pddl_domain': '', 'grammar': grammar, 'pddl_problem': problem}
+  path.write_text(json.dumps(game))
+  with pytest.raises(ValueError, match=f'^{path}: ') as error:
+    pddl.read_game(path)
+  assert '\n' not in str(error.value)
 
 
 @needs_alfworld

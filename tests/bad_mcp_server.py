@@ -26,6 +26,8 @@ def _tools() -> list[dict]:
 def _call(name: str, what: str) -> dict:
   if what == 'hang':
     time.sleep(60)
+  if what == 'chat':
+    sys.stderr.write(5_000 * 'x' + '\n')
   if what == 'die':
     sys.exit('out of cheese')
   text = 'x' * 10_000_000 if what == 'huge' else f'did {what}'

@@ -993,8 +993,9 @@ def test_inputs_are_the_model_the_tasks_and_recorded_episodes(tmp_path):
   config = alfworld.get_config('smoke')
   config.model.path = str(WARM_START)
   config.teacher.data = str(tmp_path)
-  model, train, held_out = run_builders.describe_inputs(config)
+  model, text, train, held_out = run_builders.describe_inputs(config)
   assert model == f'model.path={WARM_START}: files'
+  assert text == f'model.path={WARM_START}: tokenizer files'
   assert train == 'env.name=alfworld: split train'
   assert held_out == 'env.name=alfworld: split valid_unseen'
   config.teacher.mu_peak = 0.5

@@ -205,3 +205,12 @@ def test_tool_calls_are_parsed():
     (tool_calls.Call('a', {'x': [1, '2']}), tool_calls.Call('b', {})),
   )
   assert tool_calls.parse('5') == tool_calls.Response('5')
+
+
+def test_opening_tags_without_an_end_take_linear_time():
+  tags = 200_000 * '<tool_call>'
+  parsed = tool_calls.parse(tags)
+  assert parsed.problem == 'a <tool_call> tag has no partner'
+  assert (
+    tool_calls.without_calls(f'a<tool_call>b</tool_call>{tags}') == f'a{tags}'
+  )

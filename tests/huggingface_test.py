@@ -682,12 +682,45 @@ def test_fingerprints_differ_between_models_and_revisions(
     last = file.read(1)
     file.seek(-1, os.SEEK_END)
     file.write(bytes([last[0] ^ 1]))
+  (folders['copy'] / 'chat_template.jinja').write_text('a')
   fingerprints = {
-    name: huggingface.fingerprint(str(folder))
+    name: huggingface.fingerprints(str(folder))
     for name, folder in folders.items()
   }
-  assert fingerprints['one'] == fingerprints['copy']
-  assert len(set(fingerprints.values())) == len(fingerprints) - 1
+  assert fingerprints['one']['files'] == fingerprints['copy']['files']
+  models = {each['files'] for each in fingerprints.values()}
+  assert len(models) == len(fingerprints) - 1
+  # Only one has other files of the tokenizer.
+  texts = [each['tokenizer files'] for each in fingerprints.values()]
+  assert texts.count(fingerprints['copy']['tokenizer files']) == 1
+  assert len(set(texts)) == 2
+
+
+@pytest.mark.parametrize(
+  ('names', 'is_complete'),
+  [
+    (('model.safetensors', 'tokenizer_config.json'), True),
+    (('model.safetensors',), False),
+    (('model-00001-of-00004.safetensors', 'tokenizer_config.json'), False),
+    (('tokenizer_config.json',), False),
+  ],
+)
+def test_an_incomplete_cache_is_completed(
+  tmp_path, monkeypatch, names, is_complete
+):
+  for name in names:
+    (tmp_path / name).touch()
+  calls = []
+
+  def snapshot_download(_, *, local_files_only=False, **__):
+    calls.append(local_files_only)
+    return str(tmp_path)
+
+  monkeypatch.setattr(huggingface_hub, 'snapshot_download', snapshot_download)
+  huggingface.download.cache_clear()
+  assert huggingface.download('team/small') == str(tmp_path)
+  assert calls == ([True] if is_complete else [True, False])
+  huggingface.download.cache_clear()
 
 
 def test_an_unsupported_cached_model_is_refused_by_its_config(

@@ -1,6 +1,7 @@
 """Tests of envs/mcp_env.py: episodes with real servers, and bad servers."""
 
 import json
+import os
 import pathlib
 import socket
 import subprocess
@@ -11,7 +12,7 @@ import pools
 import pytest
 
 import envs
-from envs import base, mcp_env, notes_server, tool_calls
+from envs import base, mcp_env, mcp_session, notes_server, tool_calls
 
 pytest.importorskip('mcp')
 
@@ -209,6 +210,18 @@ def test_a_call_that_hangs_is_one_line(tmp_path):
   with pytest.raises(TimeoutError, match='tool do: no response within 0.3 s'):
     env.step(_call('do', what='hang'))
   env.close()
+
+
+def test_a_long_log_is_emptied(tmp_path, monkeypatch):
+  monkeypatch.setattr(mcp_session, '_MAX_LOG_BYTES', 12_000)
+  env = envs.make('mcp', **_bad(tmp_path))
+  env.reset(base.Task('train', 0))
+  sizes = []
+  for _ in range(4):
+    env.step(_call('do', what='chat'))
+    sizes.append(os.fstat(env._session._log.fileno()).st_size)
+  env.close()
+  assert sizes == [5_001, 10_002, 0, 5_001]
 
 
 def test_a_bad_call_costs_its_own_episode_only(tmp_path):

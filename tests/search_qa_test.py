@@ -4,6 +4,7 @@ import json
 import math
 import os
 import pathlib
+import re
 import subprocess
 import sys
 
@@ -86,6 +87,42 @@ def test_answers_are_compared_as_in_squad(answer, correct):
 )
 def test_parsing_responses(response, name, words, valid):
   assert prompts.parse(response) == (name, words, valid)
+
+
+def _parse_by_expressions(response):
+  """Reads actions with expressions that take quadratic time."""
+  flags = re.IGNORECASE | re.DOTALL
+  thought = re.search('<think>.*?</think>', response, flags)
+  rest = re.sub('<think>.*?</think>', '', response, count=1, flags=flags)
+  found = re.findall(r'<(search|answer)>(.*?)</\1>', rest, flags)
+  found = [(name.lower(), words.strip()) for name, words in found]
+  found = sorted((a for a in found if a[1]), key=lambda a: a[0] != 'search')
+  opening = re.findall('<(?:search|answer)>', rest, flags)
+  if not found:
+    return '', '', False
+  return *found[0], len(opening) == 1 and bool(thought)
+
+
+def test_any_order_of_tags():
+  rng = np.random.default_rng(0)
+  parts = [
+    f'<{end}{tag}>'
+    for tag in ('search', 'ANSWER', 'think')
+    for end in ('', '/')
+  ]
+  parts += ['x', ' ', 'İ']
+  valid = 0
+  for _ in range(3000):
+    response = ''.join(rng.choice(parts, rng.integers(1, 12)))
+    expected = _parse_by_expressions(response)
+    assert prompts.parse(response) == expected, response
+    valid += expected[2]
+  assert valid > 20
+
+
+def test_opening_tags_without_an_end_take_linear_time():
+  for tag in ('<search>', '<answer>', '<think>'):
+    assert prompts.parse(200_000 * tag) == ('', '', False)
 
 
 def test_thoughts_can_be_optional():
@@ -295,6 +332,21 @@ def test_generated_files_depend_on_the_arguments_only(tmp_path):
     for split in ('train', 'test')
   )
   assert train.isdisjoint(test) and (len(train), len(test)) == (80, 20)
+  # No person is asked about in both splits, also not as an author.
+  files = [tmp_path / 'a' / f'{split}.jsonl' for split in ('train', 'test')]
+  people = [set(), set()]
+  authors = {}
+  for text in (tmp_path / 'a' / 'corpus.jsonl').read_text().splitlines():
+    if match := re.match(
+      '(The .*) is a book written by (.*)[.]', json.loads(text)['text']
+    ):
+      authors[match[1]] = match[2]
+  for file, asked in zip(files, people, strict=True):
+    for line in file.read_text().splitlines():
+      title = json.loads(line)['metadata']['titles'][0]
+      asked.add(authors.get(title, title))
+  assert people[0].isdisjoint(people[1])
+  assert (len(people[0]), len(people[1])) == (16, 4)
 
 
 def test_episodes_do_not_depend_on_earlier_episodes():

@@ -1,14 +1,18 @@
 """Tests of the estimates for TPU slices: exchange, time, a real compilation."""
 
+import dataclasses
 import importlib.util
 import pathlib
 import subprocess
 import sys
 
+import jax
 import preloaded
 import pytest
 
 from configs import alfworld
+from gigpo_jax import mesh as mesh_lib
+from gigpo_jax.models import lora, qwen_config
 from gigpo_jax.tools import hlo, tpu_compile, tpu_time
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -128,12 +132,100 @@ def test_a_collective_counts_once_per_trip_of_its_loop():
   }
 
 
+def test_combined_collectives_count_all_their_arrays():
+  text = """
+ENTRY %main (a: f32[8], b: bf16[8]) -> f32[8] {
+  %a = f32[8] parameter(0)
+  %b = bf16[8] parameter(1)
+  %s = (f32[8], bf16[8]) all-reduceSTART(%a, %b), to_apply=%add
+  %g = GATHERED all-gatherSTART(%a, %b), dimensions={0}
+  %p = PERMUTED collective-permuteSTART(%a), source_target_pairs={{0,1}}
+  ROOT %r = f32[8] add(%a, %a)
+}
+"""
+  inputs, outputs = '(f32[8], bf16[8])', '(f32[32], bf16[32])'
+  for changes in (
+    {'START': '', 'GATHERED': outputs, 'PERMUTED': 'f32[8]'},
+    {
+      'START': '-start',
+      'GATHERED': f'({inputs}, {outputs})',
+      'PERMUTED': '(f32[8], f32[8], u32[], u32[])',
+    },
+  ):
+    compiled = text
+    for word, by in changes.items():
+      compiled = compiled.replace(word, by)
+    assert hlo.exchange_bytes(compiled) == {
+      'all-reduce': 2 * 8 * (4 + 2),
+      'all-gather': (32 - 8) * (4 + 2),
+      'collective-permute': 8 * 4,
+    }
+
+
 def test_a_loop_whose_trips_are_data_counts_as_given():
   once, thrice = (hlo.exchange_bytes(_TEXT, trips=n) for n in (1, 3))
   # The loop sends one int32.
   name = 'collective-permute'
   assert thrice.pop(name) - once.pop(name) == 2 * 4
   assert once == thrice
+
+
+_RUNS = {
+  'prepare': tpu_time.Runs(0, 0.0),
+  'prefill': tpu_time.Runs(4096, 0.0),
+  'decode': tpu_time.Runs(1024, 0.0),
+  'accumulate': tpu_time.Runs(40_960, 0.0),
+  'apply': tpu_time.Runs(0, 0.0),
+}
+
+
+def _update(**changes):
+  """Returns the phase of updates of a dense model of one layer on a chip."""
+  model = qwen_config.QwenConfig(
+    vocab_size=1000,
+    hidden_size=64,
+    intermediate_size=128,
+    num_layers=1,
+    num_heads=2,
+    num_kv_heads=1,
+    head_dim=32,
+  )
+  model = dataclasses.replace(model, **changes)
+  mesh = mesh_lib.make_mesh(1, -1, 1, devices=jax.devices()[:1])
+  config = alfworld.get_config('grpo')
+  config.loss.kl_weight, config.loss.old_log_probs = 0.0, 'sampler'
+  *_, phase = tpu_time.phases(
+    config, model, mesh, 1, _RUNS, tpu_time.Workload()
+  )
+  assert phase.name == 'update'
+  return phase
+
+
+def test_updates_of_adapters_have_one_pass_less():
+  full, adapters = _update(), _update(adapters=lora.Lora(1, 1.0))
+  # The layer is computed and differentiated for inputs and weights; the head
+  # has four passes, over a seventh of the tokens or so.
+  assert 0.65 < adapters.flops / full.flops < 0.77
+  assert adapters.memory_bytes < full.memory_bytes
+  layer = (
+    _update(remat='layer'),
+    _update(remat='layer', adapters=lora.Lora(1, 1.0)),
+  )
+  assert 0.7 < layer[1].flops / layer[0].flops < 0.8
+
+
+def test_a_microbatch_reads_the_weights_of_all_experts():
+  experts = {'num_experts': 64, 'experts_per_token': 1}
+  one, all_experts = _update(), _update(**experts)
+  assert all_experts.flops == pytest.approx(one.flops, rel=0.1)
+  # Weights of 64 instead of one MLP, written and read in each of three passes;
+  # and gradients, parameters and moments of all experts.
+  more = 63 * 3 * 64 * 128
+  episodes = 128 * tpu_time.Workload().turns
+  count = (all_experts.memory_bytes - one.memory_bytes) / more
+  tokens = episodes * 820 / (1 - tpu_time.PADDING)
+  microbatches = tokens / 40_960
+  assert count > (4 * 3 + 8) * microbatches
 
 
 @pytest.mark.parametrize(

@@ -124,7 +124,9 @@ case "$*" in
       echo "activity=$host"
     done ;;
   *' create '*) test ! -e "$STAGE/full" || { rm "$STAGE/full"; exit 1; } ;;
-  *'uv venv'*) test ! -e "$STAGE/useless" || exit 1; test ! -e "$STAGE/broken" || { rm "$STAGE/broken"; exit 1; } ;;
+  *'uv venv'*)
+    test ! -e "$STAGE/useless" || exit 1
+    test ! -e "$STAGE/broken" || { rm "$STAGE/broken"; exit 1; } ;;
 esac
 """
 

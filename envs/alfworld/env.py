@@ -6,6 +6,7 @@ imported.
 """
 
 import importlib.util
+import inspect
 import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -30,6 +31,11 @@ SUCCESS_REWARD = 10.0
 def check_options(kwargs: Mapping[str, Any]) -> Iterator[str]:
   """Yields a line for each wrong option."""
   yield from checks.one_of(kwargs, engine=ENGINES, expert_order=expert.ORDERS)
+  known = [*inspect.signature(games.open_split).parameters]
+  known = [name for name in known if name not in ('split', 'data_dir')]
+  for name in kwargs.get('generator') or ():
+    if name not in known:
+      yield f'env.generator.{name}: unknown; must be one of {", ".join(known)}'
 
 
 def check_installation(kwargs: Mapping[str, Any]) -> Iterator[str]:

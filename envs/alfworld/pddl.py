@@ -159,7 +159,7 @@ def from_problem(text: str, *, task: str, name: str) -> world_lib.World:
     if pddl_type == 'object' and o in init.mentioned
   )
   init.check_facts({o.id for o in objects})
-  return world_lib.World(
+  world = world_lib.World(
     name=name,
     receptacles=receptacles,
     objects=objects,
@@ -173,6 +173,8 @@ def from_problem(text: str, *, task: str, name: str) -> world_lib.World:
     goal=_read_goal(sections[':goal'][0], name),
     task=task,
   )
+  _check_places(world)
+  return world
 
 
 class _Init:
@@ -248,6 +250,18 @@ class _Init:
         raise ValueError(
           f'{self._name}: init fact {predicate} is not supported'
         )
+
+
+def _check_places(world: world_lib.World) -> None:
+  """Raises ValueError if something is in an unknown receptacle or object."""
+  receptacles = {r.id for r in world.receptacles}
+  objects = {o.id for o in world.objects}
+  for o in world.objects:
+    inside = {*filter(None, (o.receptacle, *o.also_in))} - receptacles
+    if unknown := sorted(inside | set(o.inside) - objects):
+      raise ValueError(
+        f'{world.name}: {o.id} is in {unknown[0]}, which is not declared'
+      )
 
 
 def _read_goal(expression: _Expression, name: str) -> world_lib.Goal:
@@ -384,6 +398,10 @@ def read_game(path: str | pathlib.Path) -> world_lib.World:
     return from_problem(game['pddl_problem'], task=task, name=name)
   except ValueError as error:
     raise ValueError(f'{path}: {error}') from error
+  except (LookupError, RecursionError, TypeError) as error:
+    raise ValueError(
+      f'{path}: not an ALFWorld problem ({type(error).__name__}: {error})'
+    ) from error
 
 
 def spelling(game: dict[str, object]) -> str:

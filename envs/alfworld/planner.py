@@ -7,19 +7,12 @@ turns are sampled from the same policy, or from an adapter of each agent
 """
 
 import dataclasses
-import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from envs import base
+from envs import base, checks
 from envs.alfworld import env as alfworld_env
-from envs.alfworld.env import (
-  ANCHORS,
-  DATA,
-  check_installation,
-  check_options,
-  tasks,
-)
+from envs.alfworld.env import ANCHORS, DATA, check_installation, tasks
 
 __all__ = [
   'ANCHORS',
@@ -34,7 +27,13 @@ __all__ = [
 
 CONTEXTS = ('history',)
 PLANNER, ACTOR = 'planner', 'actor'
-_PLAN = re.compile(r'<plan>(.*?)</plan>', re.DOTALL)
+
+
+def check_options(kwargs: Mapping[str, Any]) -> Iterator[str]:
+  """Yields a line for each wrong option."""
+  note = ', for the planner and the actor'
+  yield from checks.at_least(kwargs, note, max_steps=2, max_plan_chars=1)
+  yield from alfworld_env.check_options(kwargs)
 
 
 def agents(kwargs: Mapping[str, Any]) -> tuple[str, ...]:
@@ -77,14 +76,15 @@ class Env:
       return dataclasses.replace(
         result, observation=following and _with_plan(following, self._plan)
       )
-    found = _PLAN.search(response)
-    plan = found.group(1) if found else response
+    start = response.find('<plan>')
+    end = response.find('</plan>', start) if start >= 0 else -1
+    plan = response[start + len('<plan>') : end] if end >= 0 else response
     self._plan = ' '.join(plan.split())[: self._max_plan_chars]
     following, self._first = self._first, None
     return base.StepResult(
       observation=_with_plan(following, self._plan),
       reward=0.0,
-      valid=found is not None,
+      valid=end >= 0,
       action=self._plan,
       success=False,
       done=False,

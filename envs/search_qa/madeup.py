@@ -2,8 +2,10 @@
 
 People are born in towns, towns are in countries, countries have capitals, and
 people write books. No model can know the answers. A question needs one to three
-searches: each passage names the title of the next one. The files have the
-format of `corpus.py` and are a function of the arguments.
+searches: each passage names the title of the next one. Each question is about a
+person or the author of a book, and the people of the two splits differ, so that
+training tells nothing about the answers in the test. The files have the format
+of `corpus.py` and are a function of the arguments.
 """
 
 import json
@@ -22,7 +24,7 @@ _COUNTRY = tuple('avia estan ia land mark onia ora una'.split())
 _SURNAME = (_FIRST, _MIDDLE, _PERSON)
 _JOBS = ('painter', 'botanist', 'composer', 'sailor', 'historian', 'judge')
 _SIDES = ('north', 'south', 'east', 'west')
-_TEST_SHARE = 5  # one question in 5 is in the test split
+_TEST_SHARE = 5  # the questions about one person in 5 are in the test split
 _PEOPLE_PER_TOWN, _TOWNS_PER_COUNTRY = 3, 4
 
 
@@ -50,16 +52,15 @@ def write(
       )
     ],
   )
-  order = rng.permutation(len(questions))
-  num_test = len(questions) // _TEST_SHARE
-  for split, chosen in (
-    ('test', order[:num_test]),
-    ('train', order[num_test:]),
-  ):
-    records = [
-      {'id': f'{split}_{n}', **questions[q]} for n, q in enumerate(chosen)
-    ]
-    _write(folder / f'{split}.jsonl', records)
+  test_people = rng.permutation(num_people)[: num_people // _TEST_SHARE]
+  by_split: dict[str, list[dict]] = {'test': [], 'train': []}
+  for index in rng.permutation(len(questions)):
+    person, question = questions[index]
+    records = by_split['test' if person in test_people else 'train']
+    records.append(question)
+  for split, records in by_split.items():
+    numbered = [{'id': f'{split}_{n}', **x} for n, x in enumerate(records)]
+    _write(folder / f'{split}.jsonl', numbered)
 
 
 def check_options(*, num_people: int = 300, seed: int = 0) -> None:
@@ -105,25 +106,29 @@ class _World:
     for n, name in enumerate(self.books):
       yield name, f'{name} is a book written by {self.people[self.author[n]]}.'
 
-  def questions(self) -> Iterator[dict]:
-    """Yields questions with their answers and the titles to look up."""
+  def questions(self) -> Iterator[tuple[int, dict]]:
+    """Yields people and questions with answers and the titles to look up."""
     for n, name in enumerate(self.people):
       town = self.towns[self.born[n]]
       country = self.countries[self.country[self.born[n]]]
-      yield _ask(f'In which town was {name} born?', town, name)
-      yield _ask(f'In which country was {name} born?', country, name, town)
+      yield n, _ask(f'In which town was {name} born?', town, name)
+      yield n, _ask(f'In which country was {name} born?', country, name, town)
     for n, book in enumerate(self.books):
-      author = self.author[n]
+      author = int(self.author[n])
       name, town = self.people[author], self.towns[self.born[author]]
       country = self.countries[self.country[self.born[author]]]
-      yield _ask(f'Who wrote {book}?', name, book)
-      yield _ask(
-        f'In which town was the author of {book} born?', town, book, name
+      yield author, _ask(f'Who wrote {book}?', name, book)
+      yield (
+        author,
+        _ask(f'In which town was the author of {book} born?', town, book, name),
       )
-      yield _ask(
-        f'In which country was the author of {book} born?',
-        country,
-        *(book, name, town),
+      yield (
+        author,
+        _ask(
+          f'In which country was the author of {book} born?',
+          country,
+          *(book, name, town),
+        ),
       )
 
 

@@ -3,14 +3,13 @@
 The styles are those of `envs.narrator`.
 """
 
+import bisect
 import re
 from collections.abc import Sequence
 
 from envs import turns
 
-_TAGGED = re.compile(r'<(search|answer)>(.*?)</\1>', re.IGNORECASE | re.DOTALL)
-_OPENING = re.compile(r'<(?:search|answer)>', re.IGNORECASE)
-_THOUGHT = re.compile('<think>.*?</think>', re.IGNORECASE | re.DOTALL)
+_TAG = re.compile(r'<(/?)(search|answer)>', re.IGNORECASE)
 
 ACTIONS = ('<search>your query</search>', '<answer>your answer</answer>')
 _THINK = (
@@ -37,16 +36,44 @@ def parse(
   # Differs from the paper: its code requires no thought, and it also reads
   tags inside a thought.
   """
-  thought = _THOUGHT.search(response)
-  rest = _THOUGHT.sub('', response, count=1)
-  actions = [
-    (name.lower(), words.strip()) for name, words in _TAGGED.findall(rest)
-  ]
+  rest, has_thought = _without_thought(response)
+  actions, num_opening = _tagged(rest)
   actions = sorted((a for a in actions if a[1]), key=lambda a: a[0] != 'search')
   if not actions:
     return '', '', False
-  only_one = len(_OPENING.findall(rest)) == 1
-  return *actions[0], only_one and bool(thought or not require_think)
+  is_valid = num_opening == 1 and (has_thought or not require_think)
+  return *actions[0], is_valid
+
+
+def _without_thought(response: str) -> tuple[str, bool]:
+  """Returns a response without its first thought, and whether it has one."""
+  start = turns.find(response, '<think>')
+  end = turns.find(response, '</think>', start) if start >= 0 else -1
+  if end < 0:
+    return response, False
+  return response[:start] + response[end + len('</think>') :], True
+
+
+def _tagged(text: str) -> tuple[list[tuple[str, str]], int]:
+  """Returns (tag, words) of all actions, and the number of opening tags.
+
+  An action ends at the first closing tag of its name. The time is linear in
+  the length, also for opening tags without an end.
+  """
+  tags = [(m[2].lower(), bool(m[1]), m.span()) for m in _TAG.finditer(text)]
+  closing = {
+    name: [span for other, closes, span in tags if closes and other == name]
+    for name in ('search', 'answer')
+  }
+  actions, position = [], 0
+  for name, closes, (start, end) in tags:
+    if closes or start < position:
+      continue
+    later = bisect.bisect_left(closing[name], (end, 0))
+    if later < len(closing[name]):
+      until, position = closing[name][later]
+      actions.append((name, text[end:until].strip()))
+  return actions, sum(not closes for _, closes, _ in tags)
 
 
 def answer_start(*, require_think: bool) -> str:

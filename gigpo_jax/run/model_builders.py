@@ -64,10 +64,10 @@ class ModelBundle:
 
 
 def describe_files(config: ml_collections.ConfigDict) -> dict[str, str]:
-  """Returns a name of the model's files, and a text that tells them apart."""
+  """Returns texts that tell the model's files apart, by their names."""
   directory = model_check.model_directory(config.model.path)
-  name = f'model.path={config.model.path}: files'
-  return {name: huggingface.fingerprint(directory)}
+  texts = huggingface.fingerprints(directory)
+  return {f'model.path={config.model.path}: {k}': x for k, x in texts.items()}
 
 
 def make_model_bundle(config: ml_collections.ConfigDict) -> ModelBundle:

@@ -99,10 +99,15 @@ def update_bytes(
     if 'RESOURCE_EXHAUSTED' not in str(error):
       raise
     return float('inf')
-  memory = compiled.memory_analysis()
-  needed = memory.peak_memory_in_bytes
-  if not mesh_lib.on_tpu(bundle.mesh):
-    # Temporary memory is one allocation, and the peak may exclude it.
-    needed = memory.argument_size_in_bytes + memory.temp_size_in_bytes
-    needed += memory.output_size_in_bytes - memory.alias_size_in_bytes
+  needed = program_bytes(compiled, platform)
   return needed + mesh_lib.bytes_per_device(resident)
+
+
+def program_bytes(compiled: jax.stages.Compiled, platform: str) -> int:
+  """Returns the bytes per device that a program needs, with its arguments."""
+  memory = compiled.memory_analysis()
+  if platform == 'tpu':
+    return memory.peak_memory_in_bytes
+  # Temporary memory is one allocation, and the peak may exclude it.
+  needed = memory.argument_size_in_bytes + memory.temp_size_in_bytes
+  return needed + memory.output_size_in_bytes - memory.alias_size_in_bytes

@@ -151,10 +151,10 @@ class _Program:
     ]
     input_size = sum(map(sum, inputs))
     outputs = _sizes(operation.shape)
-    is_started = operation.kind.endswith('-start')
-    # The output of a start also holds its input, and flags.
-    output_size = max(outputs, default=0) if is_started else sum(outputs)
-    return _RECEIVED[kind](input_size, output_size)
+    if operation.kind.endswith('-start') and kind != 'all-reduce':
+      # The output of such a start also holds its inputs, and flags.
+      outputs = [*_sizes(operation.shape.replace('u32[]', '')), -input_size]
+    return _RECEIVED[kind](input_size, sum(outputs))
 
   # Trips of loops.
 

@@ -258,7 +258,7 @@ def _programs(
       run = tpu_time.Runs(tokens.get(name, 0), math.nan)
       yield Program(name, None, other, run, reason)
       continue
-    peak = compiled.memory_analysis().peak_memory_in_bytes
+    peak = remat.program_bytes(compiled, platform)
     received = hlo.exchange_bytes(compiled.as_text(), trips=trips.get(name, 1))
     run = tpu_time.Runs(tokens.get(name, 0), math.fsum(received.values()))
     yield Program(name, peak, other, run)
@@ -295,8 +295,8 @@ def _tokens(lowered: dict, copies: int) -> dict[str, int]:
 # Data that is in memory while a program runs but that it does not use.
 _OTHER_DATA = {
   'prepare': ('moments', 'reference'),
-  'prefill': ('masters', 'frozen', 'moments', 'reference', 'cache'),
-  'decode': ('masters', 'frozen', 'moments', 'reference'),
+  'prefill': ('masters', 'frozen', 'moments', 'reference', 'cache', 'parked'),
+  'decode': ('masters', 'frozen', 'moments', 'reference', 'parked'),
   'outputs': ('moments', 'reference'),
   'reference outputs': ('masters', 'moments'),
   'accumulate': ('moments', 'reference'),
@@ -319,6 +319,7 @@ def _resident_bytes(
   rollouts = config.rollout
   length = rollouts.max_prompt_tokens + rollouts.max_completion_tokens
   slots = rollouts.batch_buckets[-1]
+  parked = -(-rollouts.parked_slots // copies) * copies
   row = length * kv_cache.token_bytes(model) + kv_cache.state_bytes(model)
   return {
     'masters': masters,
@@ -326,8 +327,8 @@ def _resident_bytes(
     'moments': moments,
     'critic': mesh_lib.bytes_per_device(critic),
     'reference': reference if builders.needs_reference(config) else 0,
-    'copy': sampler.parameter_bytes(model, rollouts.weights) / tensor,
     'cache': slots * row / copies / tensor,
+    'parked': parked * row / copies / tensor,
   }
 
 

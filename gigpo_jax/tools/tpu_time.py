@@ -13,7 +13,7 @@ import jax
 import ml_collections
 
 from gigpo_jax import builders, models, sampler
-from gigpo_jax.models import kv_cache, qwen
+from gigpo_jax.models import kv_cache, lora, qwen
 from gigpo_jax.programs import learner_programs
 
 # Share of the peak that large matmuls reach. MaxText reports 56 to
@@ -140,6 +140,9 @@ class _Sizes:
   Attributes:
     body: parameters that process every token.
     head: parameters that process every response token again, for its logits.
+    gathered: parameters that a chip of the learner reads in a pass: the body
+      and the head, with all experts of its shard.
+    trained: trained parameters.
     features: numbers that the products of all layers read and write per token.
     rows: rows of an iteration.
     chips: number of chips.
@@ -151,8 +154,19 @@ class _Sizes:
     self.head = models.num_head_parameters(model)
     self.body = models.num_body_parameters(model)
     heads = (model.num_heads + model.num_kv_heads) * model.head_dim
-    per_layer = 7 * model.hidden_size + 2 * heads + 3 * model.intermediate_size
+    width = model.intermediate_size
+    if model.num_experts:
+      width = model.experts_per_token * width + model.shared_size
+    per_layer = 7 * model.hidden_size + 2 * heads + 3 * width
     self.features = model.num_layers * per_layer
+    shapes = models.shapes(model)
+    idle = models.num_parameters(model) - models.num_active_parameters(model)
+    self.gathered = self.body + self.head
+    if idle:
+      used = idle / (model.num_experts / model.experts_per_token - 1)
+      self.gathered += (idle + used) / mesh.shape['expert'] - used
+    trained = lora.split(shapes)[0] if model.adapters else shapes
+    self.trained = sum(math.prod(x.shape) for x in jax.tree.leaves(trained))
     episodes = config.rollout.groups * config.rollout.episodes_per_group
     self.episodes = episodes
     self.rows = episodes * work.turns
@@ -252,18 +266,20 @@ def _learner_phase(
   passes, head_passes = (1, 1) if program != 'accumulate' else (3, 4)
   if program == 'accumulate' and sizes.model.remat == 'layer':
     passes += 1
+  if program == 'accumulate' and sizes.model.adapters:
+    # The frozen weights have no gradients.
+    passes, head_passes = passes - 1, head_passes - 1
   products = passes * sizes.body * tokens
   responses = sizes.rows * work.response_tokens
   products += head_passes * sizes.head * responses
   # A microbatch writes and reads the gathered weights in each pass.
-  memory = 4 * count * passes * (sizes.body + sizes.head) / sizes.shards
+  memory = 4 * count * passes * sizes.gathered / sizes.shards
   memory += 2 * passes * sizes.features * tokens / sizes.chips
   logits = sizes.model.vocab_size * responses / sizes.chips
   memory += 8 * head_passes * logits
   received = count * run.received
   if program == 'accumulate':
-    num_parameters = models.num_parameters(sizes.model) / sizes.chips
     # Gradients in float32; parameters and moments are read and written.
-    memory += (8 * count + 28 * parts) * num_parameters
+    memory += (8 * count + 28 * parts) * sizes.trained / sizes.chips
     received += parts * runs['apply'].received
   return Phase(name, 2 * products / sizes.chips, memory, received)

@@ -5,13 +5,13 @@ Needs no torch.
 
 from gigpo_jax.models.huggingface.config import read_config
 from gigpo_jax.models.huggingface.export import save, save_adapters
-from gigpo_jax.models.huggingface.hub import download, fingerprint, is_hub_name
+from gigpo_jax.models.huggingface.hub import download, fingerprints, is_hub_name
 from gigpo_jax.models.huggingface.weights import check, load
 
 __all__ = [
   'check',
   'download',
-  'fingerprint',
+  'fingerprints',
   'is_hub_name',
   'load',
   'read_config',

@@ -23,7 +23,7 @@ from gigpo_jax.runtime import distributed, files
 # Maximum size of a file of an export.
 FILE_BYTES = 5 * 10**9
 _GENERATION = 'generation_config.json'
-_TOKENIZER_FILES = (
+TOKENIZER_FILES = (
   'tokenizer.json',
   'tokenizer_config.json',
   'special_tokens_map.json',
@@ -191,7 +191,7 @@ def _write_config(
 def _copy_tokenizer(directory: str | None, root: pathlib.Path) -> None:
   if not directory or os.path.samefile(directory, root):
     return
-  for name in _TOKENIZER_FILES:
+  for name in TOKENIZER_FILES:
     source = pathlib.Path(directory) / name
     if source.is_file():
       shutil.copyfile(source, root / name)

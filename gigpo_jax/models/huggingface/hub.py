@@ -7,11 +7,13 @@ import re
 
 import huggingface_hub
 
-from gigpo_jax.models.huggingface import weights
+from gigpo_jax.models.huggingface import export, weights
 from gigpo_jax.runtime import files
 
 # Files that are downloaded from the hub.
 _HUB_FILES = ['*.safetensors', '*.json', '*.jinja', 'vocab.*', 'merges.txt']
+# Name of one of several files of weights, which an index lists.
+_PART = re.compile(r'-\d{5}-of-\d{5}')
 _HUB_NAME = re.compile(r'[\w-][\w.-]*/[\w-][\w.-]*(@[\w./-]+)?')
 
 
@@ -24,9 +26,12 @@ def _is_complete(folder: pathlib.Path, *, only_config: bool) -> bool:
   """Returns whether all files of a checkpoint exist; does not check them."""
   if only_config:
     return (folder / 'config.json').is_file()
+  if not (folder / 'tokenizer_config.json').is_file():
+    return False
   index = folder / weights.INDEX
   if not index.is_file():
-    return any(folder.glob('*.safetensors'))
+    names = [path.name for path in folder.glob('*.safetensors')]
+    return bool(names) and not any(map(_PART.search, names))
   return all(
     (folder / file).is_file() for file in weights.read_index(index).values()
   )
@@ -70,14 +75,24 @@ def download(name: str, *, only_config: bool = False) -> str:
     ) from error
 
 
-def fingerprint(directory: str) -> str:
-  """Returns a short text that differs between models and revisions.
+def fingerprints(directory: str) -> dict[str, str]:
+  """Returns short texts that differ between models, and between tokenizers.
 
   Args:
     directory: local folder of a model. In the hub's cache, its name is the
       revision.
+
+  Returns:
+    The text of the config and the weights, `files`, and that of the files from
+    which prompts and the tokens that end a response come, `tokenizer files`.
   """
   folder = pathlib.Path(directory)
   revision = folder.name if folder.parent.name == 'snapshots' else ''
   tensors = folder.glob('*.safetensors')
-  return files.fingerprint([folder / 'config.json', *tensors], revision)
+  text = [folder / name for name in export.TOKENIZER_FILES]
+  return {
+    'files': files.fingerprint([folder / 'config.json', *tensors], revision),
+    'tokenizer files': files.fingerprint(
+      path for path in text if path.exists()
+    ),
+  }
