@@ -80,8 +80,10 @@ class Session:
     """Calls a tool; returns its texts, one a line."""
     with self._one_line(f'tool {name}'):
       result = self._run(self._client.call_tool(name, arguments))
-    if os.fstat(self._log.fileno()).st_size > _MAX_LOG_BYTES:
-      self._log.truncate(0)  # The server appends to it.
+    log = self._log.fileno()
+    if os.fstat(log).st_size > _MAX_LOG_BYTES:
+      os.lseek(log, 0, os.SEEK_SET)  # The server writes at this position.
+      os.ftruncate(log, 0)
     texts = [
       part.text if part.type == 'text' else f'({part.type})'
       for part in result.content
