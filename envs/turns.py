@@ -64,7 +64,8 @@ def parse(
     response: the model's response.
     require_think: whether the response must contain a thought.
     unparsed_characters: length of the response's end that is used as the action
-      of an invalid response, as in the released code.
+      of an invalid response. The released code does this only if the tags are
+      missing, and executes the tagged action of other invalid responses.
     keep_case: whether to keep the action's upper-case letters.
   """
   text = response if keep_case else response.lower()
