@@ -35,7 +35,7 @@ from gigpo_jax.tools import (
   outcomes,
   paired,
   plots,
-  sweep,
+  sweep_runs,
   sweep_table,
 )
 
@@ -275,7 +275,7 @@ def dial_table(
 
 def credit_block() -> str:
   """Returns the state of the benchmark and its table."""
-  tests, total = _tests(), len(sweep.read(_SWEEP))
+  tests, total = _tests(), len(sweep_runs.read(_SWEEP))
   done = sum(len(runs) for x in tests.values() for runs in x.values())
   table = credit_table(tests, _evaluations('credit'))
   lines = [f'{done} of {total} runs are finished.']
