@@ -4,13 +4,14 @@ People are born in towns, towns are in countries, countries have capitals, and
 people write books. No model can know the answers. A question needs one to three
 searches: each passage names the title of the next one. Each question is about a
 person or the author of a book, and the people of the two splits differ, so that
-training tells nothing about the answers in the test. The files have the format
-of `corpus.py` and are a function of the arguments.
+training does not tell the answers in the test. Names of people and titles of
+books are pairs of words, most of which occur in both splits. The files have the
+format of `corpus.py` and are a function of the arguments.
 """
 
 import json
 import pathlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
@@ -23,9 +24,15 @@ _TOWN = tuple('burg den ford gate holm mouth stead vale wick'.split())
 _COUNTRY = tuple('avia estan ia land mark onia ora una'.split())
 _SURNAME = (_FIRST, _MIDDLE, _PERSON)
 _JOBS = ('painter', 'botanist', 'composer', 'sailor', 'historian', 'judge')
+_BOOKS = (
+  *('Dreams', 'Letters', 'Poems', 'Riddles'),
+  *('Songs', 'Tales', 'Travels', 'Voyages'),
+)
 _SIDES = ('north', 'south', 'east', 'west')
 _TEST_SHARE = 5  # the questions about one person in 5 are in the test split
 _PEOPLE_PER_TOWN, _TOWNS_PER_COUNTRY = 3, 4
+_FIRST_NAMES = 24
+_PEOPLE_PER_SURNAME = 5
 
 
 def write(
@@ -81,10 +88,13 @@ class _World:
     num_countries = num_towns // _TOWNS_PER_COUNTRY
     self.towns = _draw_names(rng, num_towns, _FIRST, _MIDDLE, _TOWN)
     self.countries = _draw_names(rng, num_countries, _FIRST, _COUNTRY)
-    full_name = (_FIRST, _PERSON, (' ',), *_SURNAME)
-    self.people = _draw_names(rng, num_people, *full_name)
-    words = _draw_names(rng, num_people, _FIRST, _MIDDLE, _MIDDLE, _PERSON)
-    self.books = [f'The {word} Letters' for word in words]
+    first_names = _draw_names(rng, _FIRST_NAMES, _FIRST, _PERSON)
+    num_words = num_people // _PEOPLE_PER_SURNAME
+    surnames = _draw_names(rng, num_words, *_SURNAME)
+    self.people = _draw_names(rng, num_people, first_names, (' ',), surnames)
+    words = _draw_names(rng, num_words, _FIRST, _MIDDLE, _MIDDLE, _PERSON)
+    titles = (('The ',), words, (' ',), _BOOKS)
+    self.books = _draw_names(rng, num_people, *titles)
     self.born = rng.integers(num_towns, size=num_people)
     # Town i is the capital of country i; the other towns are in any country.
     other_towns = rng.integers(num_countries, size=num_towns - num_countries)
@@ -142,7 +152,7 @@ def _ask(question: str, answer: str, *titles: str) -> dict:
 
 
 def _draw_names(
-  rng: np.random.Generator, count: int, *parts: tuple[str, ...]
+  rng: np.random.Generator, count: int, *parts: Sequence[str]
 ) -> list[str]:
   """Returns distinct names; each concatenates one choice from every part."""
   names: dict[str, None] = {}
