@@ -1,15 +1,18 @@
 """Costs of a device's work, from bytes, operations and a few rates.
 
-A cost is the larger of two limits, reading memory and multiplying matrices, at
-the rates of the device, plus a constant per layer for its small kernels. Pure
-functions of numbers; nothing here starts a device.
+A decoding step takes the larger of two limits, reading memory and multiplying
+matrices, at the rates of the device; a prefill takes their sum, an update the
+matmuls alone. Decoding and prefills also take a constant per layer for small
+kernels. Pure functions of numbers; nothing here starts a device.
 """
 
 import dataclasses
 import json
 import pathlib
+from collections.abc import Sequence
 
 from gigpo_jax.models import qwen
+from gigpo_jax.tools import tpu_time
 
 # Passes over the logits of a step, in float32, to sample a token. An estimate.
 _LOGIT_PASSES = 6
@@ -54,26 +57,37 @@ _SHARES = dict.fromkeys(
 ) | dict.fromkeys(('program_secs', 'collective_secs'), _GUESS)
 
 
-def _tpu(matmul: float, copy: float, links: float) -> Device:
-  sheet = dict.fromkeys(
-    ('matmul_rate', 'copy_rate', 'exchange_rate'), 'data sheet'
+def _tpu(name: str) -> Device:
+  """Returns a TPU with the rates of `tpu_time`, and estimated costs."""
+  chip = tpu_time.CHIPS[name]
+  published = dict.fromkeys(
+    ('matmul_rate', 'copy_rate', 'exchange_rate'), 'gigpo_jax.tools.tpu_time'
   )
   return Device(
-    matmul_rate=matmul,
-    copy_rate=copy,
+    matmul_rate=chip.flops,
+    copy_rate=chip.memory_rate,
     decode_share=0.8,
     prefill_share=0.6,
     update_share=0.5,
     layer_secs=20e-6,
     program_secs=100e-6,
     collective_secs=10e-6,
-    exchange_rate=links,
-    sources=_SHARES | sheet,
+    exchange_rate=chip.link_rate,
+    sources=_SHARES | published,
   )
 
 
-def _hopper(matmul: float, copy: float, **fitted: float) -> Device:
-  """Returns a GPU with measured rates, and costs fitted to measurements."""
+def _hopper(
+  matmul: float, copy: float, *, guessed: Sequence[str] = (), **costs: float
+) -> Device:
+  """Returns a GPU with measured rates.
+
+  Args:
+    matmul: see `Device`.
+    copy: see `Device`.
+    guessed: names of the costs that are not fitted to measurements.
+    **costs: further costs.
+  """
   return Device(
     matmul_rate=matmul,
     copy_rate=copy,
@@ -81,11 +95,11 @@ def _hopper(matmul: float, copy: float, **fitted: float) -> Device:
     program_secs=100e-6,
     collective_secs=20e-6,
     exchange_rate=300e9,
-    **fitted,
+    **costs,
     sources=_SHARES
     | dict.fromkeys(('matmul_rate', 'copy_rate'), 'measured')
     | dict.fromkeys(
-      ('decode_share', *(set(fitted) - {'update_share'})),
+      ('decode_share', *(set(costs) - set(guessed))),
       'fitted to the measurements of results/accelerator.md or rollout.md',
     )
     | {'exchange_rate': _GUESS},
@@ -96,6 +110,7 @@ DEVICES = {
   'h100': _hopper(
     652e12,
     2700e9,
+    guessed=['update_share'],
     prefill_share=0.90,
     update_share=0.5,
     layer_secs=0.110e-3,
@@ -107,8 +122,8 @@ DEVICES = {
     update_share=0.67,
     layer_secs=0.060e-3,
   ),
-  'v5e': _tpu(197e12, 819e9, 100e9),
-  'v5p': _tpu(459e12, 2765e9, 300e9),
+  'v5e': _tpu('v5e'),
+  'v5p': _tpu('v5p'),
 }
 
 
@@ -129,12 +144,13 @@ def load(name: str) -> Device:
 
 @dataclasses.dataclass(frozen=True)
 class Kernels:
-  """What the programs do; the defaults are those of GPUs and TPUs.
+  """What the programs do; the defaults are those of a config.
 
   Attributes:
     weight_bytes: bytes per parameter in the sampler.
     cache_bytes: bytes per number in the key/value cache.
-    ragged: whether decoding reads used positions only, instead of all.
+    ragged: whether decoding reads used positions only, instead of all; None: as
+      by default, on GPUs only.
     layer_scale: `layer_secs` relative to the device's, such as 0.5 if fused
       products halve the number of kernels.
     draft: tokens of a draft that a decoding step checks; 0: none.
@@ -143,7 +159,7 @@ class Kernels:
 
   weight_bytes: float = 2.0
   cache_bytes: float = 2.0
-  ragged: bool = True
+  ragged: bool | None = None
   layer_scale: float = 1.0
   draft: int = 0
   recompute: bool = True

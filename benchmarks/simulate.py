@@ -108,7 +108,6 @@ class RolloutTimes:
     secs: its duration.
     device_secs: time of the device by program.
     stats: counters of the sampler, summed over hosts.
-    steps: decoding steps, of the host with the most.
     lengths: (prompt, response) tokens of each trained row, of all rollouts.
     groups: number of trained groups.
   """
@@ -186,7 +185,7 @@ def _host_rollout(
   ):
     kernel = 'triton' if setting.is_gpu else 'paged'
     engine = virtual_device.make_sampler(
-      kernel if options.kernels.ragged else 'xla',
+      kernel if is_ragged(setting, options) else 'xla',
       prompt_buckets=options.prompt_buckets,
       batch_buckets=options.row_buckets,
       max_completion_tokens=options.max_completion,
@@ -238,6 +237,12 @@ def row_lengths(trajectories: workload.Trajectories) -> np.ndarray:
   return np.array(lengths, int).reshape(-1, 2)
 
 
+def is_ragged(setting: Setting, options: Options) -> bool:
+  """Returns whether decoding reads used positions only."""
+  given = options.kernels.ragged
+  return setting.is_gpu if given is None else given
+
+
 def make_costs(
   setting: Setting,
   device: device_costs.Device,
@@ -249,7 +254,7 @@ def make_costs(
   sizes = {'tensor': setting.tensor, 'kernels': kernels}
 
   def decode(steps: int, rows: int, length: int, used: float) -> float:
-    positions = used if kernels.ragged else rows * length
+    positions = used if is_ragged(setting, options) else rows * length
     step = device_costs.decode_secs(
       device, model, rows=rows / copies, positions=positions / copies, **sizes
     )
@@ -569,7 +574,9 @@ def _parser() -> argparse.ArgumentParser:
   parser.add_argument('--tokens_per_step', type=float, default=1.0)
   for name in ('evaluation_inside', 'ragged', 'recompute'):
     parser.add_argument(
-      f'--{name}', action=argparse.BooleanOptionalAction, default=True
+      f'--{name}',
+      action=argparse.BooleanOptionalAction,
+      default=None if name == 'ragged' else True,
     )
   for name in ('weight_bytes', 'cache_bytes', 'layer_scale'):
     value = getattr(default.kernels, name)

@@ -32,6 +32,7 @@ LEAN = {
   'optimizer.mu_dtype': 'bfloat16',
   'learner.microbatch_tokens': 1,
   'rollout.batch_buckets': (32,),
+  'rollout.weights': 'int8',
   'loss.kl_weight': 0.0,
 }
 

@@ -4,7 +4,7 @@
 #   docker build -f docker/cuda.Dockerfile -t gigpo_jax:cuda .
 #   docker run --rm --gpus all --shm-size=8g \
 #     -v "$PWD/runs:/workspace/runs" -v "$HOME/.cache:/root/.cache" \
-#     gigpo_jax:cuda python launch/train.py --config=configs/alfworld.py:small
+#     gigpo_jax:cuda python launch/train.py --config=configs/alfworld.py:mini
 FROM python:3.11-slim
 
 # ALFWorld's engine (Fast Downward, textworld) is compiled on installation.

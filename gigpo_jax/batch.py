@@ -6,6 +6,7 @@ no device, environment or algorithm.
 
 import dataclasses
 import pathlib
+import zlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -118,6 +119,13 @@ class Rows:
       self.anchors,
       self.valid,
     )
+
+  def checksum(self) -> int:
+    """Returns a number that differs between rows with different tokens."""
+    checksum = 0
+    for array in (self.tokens, self.prompt_lengths, self.lengths):
+      checksum = zlib.crc32(np.ascontiguousarray(array), checksum)
+    return checksum
 
   def save(self, path: pathlib.Path, **further: np.ndarray) -> None:
     """Writes the real rows, and further arrays over rows, for `np.load`."""

@@ -33,7 +33,7 @@ from gigpo_jax import mesh as mesh_lib
 from gigpo_jax import optimizer as optimizer_lib
 from gigpo_jax.models import layer_runs, qwen
 from gigpo_jax.programs import learner_programs
-from gigpo_jax.runtime import compilation
+from gigpo_jax.runtime import compilation, distributed
 
 TrainState = learner_programs.TrainState
 
@@ -434,6 +434,10 @@ class Learner:
     columns = self._check_columns(rows, columns)
     if step_scale != 1 and not self._scale_updates:
       raise ValueError(f'step_scale={step_scale}: needs scale_updates=True')
+    if distributed.is_multi_process():  # Each places its part of them.
+      read = [rows, *([teacher_batch.rows] if teacher_batch else [])]
+      sums = [each.checksum() for each in read]
+      distributed.check_same({'checksum of the tokens to train on': sums})
     minibatches = [
       minibatch
       for epoch in range(self._epochs)

@@ -118,6 +118,7 @@ def train(
   ):
     distributed.initialize()
     with distributed.lock(workdir):
+      distributed.check_same(inputs)
       run_builders.check_episodes(config, workdir)
       run_builders.print_notes(config)
       bundle = model_builders.make_model_bundle(config)

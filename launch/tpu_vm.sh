@@ -16,8 +16,9 @@
 #   launch/tpu_vm.sh delete --name=g --zone=us-west4-a
 #
 # Further options: --project=P, --version=V of the VM's software, --repository=URL,
-# --extra=alfworld,tpu,wandb for pip, --every=60 seconds between two looks of
-# keep, and --dry-run, which prints the commands without running them.
+# --extra=alfworld,tpu,wandb for pip, --worker=N, the host whose log is shown,
+# --every=60 seconds between two looks of keep, and --dry-run, which prints the
+# commands without running them.
 
 set -euo pipefail
 
@@ -26,7 +27,7 @@ readonly mount='runs'  # mount point of the bucket, in that folder
 readonly log='train.log'
 
 name='' zone='' type='' version='' project='' bucket='' repository='' then=''
-extra='alfworld,tpu' spot='' dry_run='' seconds=60 commit=''
+extra='alfworld,tpu' spot='' dry_run='' seconds=60 commit='' worker=0
 train=()
 
 die() {
@@ -51,6 +52,7 @@ parse() {
       --extra=*) extra="${1#*=}" ;;
       --then=*) then="${1#*=}" ;;
       --every=*) seconds="${1#*=}" ;;
+      --worker=*) worker="${1#*=}" ;;
       --spot) spot=yes ;;
       --dry-run) dry_run=yes ;;
       --)
@@ -189,7 +191,7 @@ pkill -KILL -f '[l]aunch/train.py'; true"
 
 logs() {
   need name zone
-  tpu ssh --worker=0 --command="tail -n 100 -f $folder/$log"
+  tpu ssh --worker="$worker" --command="tail -n 100 -f $folder/$log"
 }
 
 delete() {
@@ -261,7 +263,7 @@ keep() {
             ((SECONDS - since < 600)) || starts=0
             if ((starts == 5)); then
               printf 'training ends soon after each start; its log ends with\n'
-              tpu ssh --worker=0 --command="tail -n 20 $folder/$log" || true
+              on_all "hostname; tail -n 20 $folder/$log" || true
               give_up 'five starts failed' || return
             fi
             (setup && start) || printf 'setup failed; trying again soon\n'

@@ -252,14 +252,8 @@ def _requests() -> list[sampler.Request]:
   ]
 
 
-@pytest.mark.parametrize(
-  'reuse',
-  [
-    pytest.param('none', marks=pytest.mark.slow),
-    'prompts',
-    pytest.param('all', marks=pytest.mark.slow),
-  ],
-)
+@pytest.mark.parametrize('reuse', ['none', 'prompts', 'all'])
+@pytest.mark.slow
 def test_samples_equal_those_of_models_with_one_adapter(reuse):
   """Requests with equal prompts, also of one conversation."""
   params, requests = _params(CONFIG), _requests()
@@ -370,6 +364,7 @@ def test_a_valid_config_and_a_warm_start(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings('ignore::FutureWarning')
+@pytest.mark.slow
 def test_peft_loads_the_adapter_of_each_agent(tmp_path):
   torch = pytest.importorskip('torch', reason='parity needs PyTorch')
   peft = pytest.importorskip('peft', reason='parity needs PEFT')

@@ -225,9 +225,9 @@ def test_equal_states_on_odd_worlds(reference, part):
 
 
 @needs_alfworld
-@pytest.mark.parametrize('part', parts(20, 1))
+@pytest.mark.parametrize('part', parts(40, 1))
 def test_equal_states_on_generated_games(reference, part):
-  for index in range(part, 300, 20):
+  for index in range(part, 300, 40):
     world = houses.generate('train', index, seed=1)
     reference.load(world)
     state = play_both(world, expert.plan(world), 12, reference)

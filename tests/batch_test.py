@@ -1,5 +1,6 @@
 import dataclasses
 
+import algorithm_rows
 import numpy as np
 import pytest
 
@@ -229,3 +230,14 @@ def test_unreported_components_are_rejected():
   # The last step may be the one that reports it, and was not reached.
   rows = batch.from_trajectories(EPISODES, **SIZES, components=('rewrd',))
   assert not rows.components.any()
+
+
+def test_the_checksum_is_that_of_the_tokens():
+  rows = algorithm_rows.golden_rows()
+  other = dataclasses.replace(rows, rewards=rows.rewards + 1)
+  assert rows.checksum() == other.checksum()
+  order = np.arange(len(rows.lengths))[::-1]
+  other = dataclasses.replace(rows, tokens=rows.tokens + 1)
+  longer = dataclasses.replace(rows, lengths=rows.lengths + 1)
+  sums = {each.checksum() for each in (rows, other, longer, rows.take(order))}
+  assert len(sums) == 4

@@ -194,13 +194,9 @@ def fixture_params():
 
 
 @pytest.mark.parametrize(
-  'options',
-  [
-    pytest.param({'cache': 'int8'}, marks=pytest.mark.slow),
-    {'decode_attention': 'triton'},
-  ],
-  ids=str,
+  'options', [{'cache': 'int8'}, {'decode_attention': 'triton'}], ids=str
 )
+@pytest.mark.slow
 def test_other_requests_and_a_mesh_do_not_change_tokens(
   monkeypatch, params, options
 ):

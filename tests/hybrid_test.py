@@ -253,11 +253,8 @@ def test_a_mesh_does_not_change_the_update(single, axes):
 WINDOWS = dataclasses.replace(tiny_learner.CONFIG, window=3, window_layers=(0,))
 
 
-@pytest.mark.parametrize(
-  'config',
-  [CONFIG, pytest.param(WINDOWS, marks=pytest.mark.slow)],
-  ids=['state', 'window'],
-)
+@pytest.mark.parametrize('config', [CONFIG, WINDOWS], ids=['state', 'window'])
+@pytest.mark.slow
 def test_a_conversation_is_computed_once(config):
   rows = rows_of_conversations()
   expected, plain = _update(rows, config)

@@ -386,6 +386,7 @@ def _assert_same_episodes(expected, actual) -> None:
       assert a_step.result == b_step.result
 
 
+@pytest.mark.slow
 def test_schedules_sample_the_same_tokens_with_a_real_model(text):
   config = qwen.QwenConfig(
     vocab_size=text.vocab_size,

@@ -153,6 +153,7 @@ def test_a_diverging_warm_start_ends_without_a_policy(tmp_path):
   assert not (tmp_path / 'policy').exists()
 
 
+@pytest.mark.slow
 def test_interrupted_warm_start_leaves_no_policy(tmp_path, monkeypatch):
   with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
     patch.setattr(

@@ -370,6 +370,7 @@ def test_a_full_disk_stops_the_run_which_then_goes_on(uninterrupted, tmp_path):
     subprocess.run(['umount', disk], check=True)
 
 
+@pytest.mark.slow
 def test_checkpoints_and_exports_are_evaluated(uninterrupted, tmp_path):
   workdir, _ = uninterrupted
   printed = preloaded.run(

@@ -67,9 +67,11 @@ class EndlessNotice:
     """
     if time.monotonic() - self._since < self._wait_secs:
       return
-    log(
+    # Of any process: the main one may have no episodes left.
+    print(
       f'no episode has ended for {self._wait_secs:.0f} s; the longest has '
       f'{most_turns()} turns so far. An episode ends when the environment '
-      'returns done=True, which a limit such as env.max_steps ensures'
+      'returns done=True, which a limit such as env.max_steps ensures',
+      flush=True,
     )
     self._wait_secs *= 2

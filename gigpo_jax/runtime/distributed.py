@@ -27,6 +27,8 @@ from gigpo_jax.runtime import files, hardware
 # A network file system may show a new file late.
 _SHARED_SECS = 60.0
 
+# How long to wait for the others, one of which may download the model.
+_CONNECT_SECS = 1800
 _VARIABLES = ('JAX_COORDINATOR_ADDRESS', 'JAX_NUM_PROCESSES', 'JAX_PROCESS_ID')
 
 
@@ -60,7 +62,16 @@ def initialize() -> None:
       raise ValueError(
         f'${_VARIABLES[2]}={index}: must be below ${_VARIABLES[1]}={count}'
       )
-    jax.distributed.initialize(address, count, index)
+    if count > 1:
+      print(f'waiting for {count} processes at {address}', flush=True)
+    # A cluster that jax detects, such as Slurm, would choose one device.
+    jax.distributed.initialize(
+      address,
+      count,
+      index,
+      cluster_detection_method='deactivate',
+      initialization_timeout=_CONNECT_SECS,
+    )
   elif len(missing) < len(_VARIABLES):
     raise ValueError(
       f'${missing[0]}=: not set; several hosts need {", ".join(_VARIABLES)}'
@@ -71,7 +82,7 @@ def initialize() -> None:
 
 def _initialize_slice() -> None:
   try:
-    jax.distributed.initialize()
+    jax.distributed.initialize(initialization_timeout=_CONNECT_SECS)
   except (ValueError, RuntimeError, OSError) as error:
     # A single TPU host may lack the metadata of a slice.
     if jax.process_count() > 1:
