@@ -158,8 +158,9 @@ def check_options(name: str, kwargs: Mapping[str, Any]) -> Iterator[str]:
   problems = [
     *checks.unknown(name, _module(name).Env, kwargs),
     *checks.shared(kwargs),
-    *checks.one_of(kwargs, anchor=anchors(name)),
   ]
+  if len(anchors(name)) > 1:
+    problems += checks.one_of(kwargs, anchor=anchors(name))
   yield from problems
   if problems:  # The own check may rely on their types.
     return

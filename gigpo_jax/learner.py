@@ -434,10 +434,7 @@ class Learner:
     columns = self._check_columns(rows, columns)
     if step_scale != 1 and not self._scale_updates:
       raise ValueError(f'step_scale={step_scale}: needs scale_updates=True')
-    if distributed.is_multi_process():  # Each places its part of them.
-      read = [rows, *([teacher_batch.rows] if teacher_batch else [])]
-      sums = [each.checksum() for each in read]
-      distributed.check_same({'checksum of the tokens to train on': sums})
+    check_same_tokens(rows, *([teacher_batch.rows] if teacher_batch else []))
     minibatches = [
       minibatch
       for epoch in range(self._epochs)
@@ -615,6 +612,13 @@ def _gather(
     'columns': {name: microbatch.gather(x) for name, x in columns.items()},
     'weights': microbatch.gather(weights),
   }
+
+
+def check_same_tokens(*rows: batch.Rows) -> None:
+  """Raises ValueError, in all processes, if their rows have other tokens."""
+  if distributed.is_multi_process():
+    sums = [each.checksum() for each in rows]
+    distributed.check_same({'checksum of the tokens to train on': sums})
 
 
 def _old_columns(

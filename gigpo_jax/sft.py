@@ -33,6 +33,7 @@ from gigpo_jax import (
   tokenizer,
 )
 from gigpo_jax import config as config_lib
+from gigpo_jax import learner as learner_lib
 from gigpo_jax.models import huggingface, lora, parameters, qwen
 from gigpo_jax.programs import update_sums
 from gigpo_jax.run import model_builders, policy_files, remat, run_config
@@ -126,7 +127,6 @@ def warm_start(config: ml_collections.ConfigDict, workdir: str) -> None:
     name=_STORED,
     length='',
     results=['policy'],
-    advice='use another --workdir',
   )
   distributed.initialize()
   with distributed.lock(workdir), errors.explain_disk_errors(workdir):
@@ -206,6 +206,7 @@ def _warm_start(
     console.log(
       f'{rows.real.sum()} steps to imitate, {rows.lengths.sum()} tokens'
     )
+  learner_lib.check_same_tokens(rows)
   with jax.set_mesh(policy.mesh):
     params = _fit(config, policy, rows, pairs, workdir)
     with distributed.atomic_directory(directory) as folder:

@@ -80,9 +80,10 @@ def train(
 
   Writes to `workdir`: config.json, metrics.jsonl, tensorboard/, checkpoints/,
   learning_curve.png, and in policy/ the trained policy as a Hugging Face
-  directory. Line k of the metrics, from 0, is about iteration k and includes
-  the evaluation, if one is due, of the policy before that iteration. The last
-  line holds the final evaluation.
+  directory, with the number of iterations in training.json. Line k of the
+  metrics, from 0, is about iteration k and includes the evaluation, if one is
+  due, of the policy before that iteration. The last line holds the final
+  evaluation.
 
   The processes of a multi-process run share episodes and devices. All of them
   write checkpoints, so `workdir` must be shared; the main process writes the
@@ -118,10 +119,10 @@ def train(
   ):
     distributed.initialize()
     with distributed.lock(workdir):
-      distributed.check_same(inputs)
       run_builders.check_episodes(config, workdir)
       run_builders.print_notes(config)
       bundle = model_builders.make_model_bundle(config)
+      distributed.check_same(inputs)
       with (
         jax.set_mesh(bundle.mesh),
         run_builders.open_checkpoints(config, workdir) as saver,

@@ -214,7 +214,7 @@ check_kept() {
     case "$flag" in
       --workdir="$mount"/* | -workdir="$mount"/*) ;;
       --workdir | -workdir | --workdir=* | -workdir=*)
-        die "$flag: lost with the slice; must be --workdir=$mount/NAME, which is in the bucket"
+        die "$flag: would be lost with the slice; write --workdir=$mount/NAME, which is in the bucket"
         ;;
     esac
   done
@@ -248,7 +248,6 @@ keep() {
     case "$(state)" in
       READY)
         now="$(activity)"
-        [[ "$now" == unknown ]] || unanswered=0
         case "$now" in
           unknown)
             unanswered=$((unanswered + 1))
@@ -262,7 +261,7 @@ keep() {
           idle)
             ((SECONDS - since < 600)) || starts=0
             if ((starts == 5)); then
-              printf 'training ends soon after each start; its log ends with\n'
+              printf 'no start led to ten minutes of training; the logs end with\n'
               on_all "hostname; tail -n 20 $folder/$log" || true
               give_up 'five starts failed' || return
             fi
@@ -284,6 +283,7 @@ keep() {
       PREEMPTED | TERMINATED) delete || true ;;
       *) printf 'the slice is neither ready nor preempted; waiting\n' ;;
     esac
+    [[ "$now" == unknown ]] || unanswered=0
     before="$now"
     sleep "$seconds"
   done

@@ -364,7 +364,6 @@ def test_a_valid_config_and_a_warm_start(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings('ignore::FutureWarning')
-@pytest.mark.slow
 def test_peft_loads_the_adapter_of_each_agent(tmp_path):
   torch = pytest.importorskip('torch', reason='parity needs PyTorch')
   peft = pytest.importorskip('peft', reason='parity needs PEFT')

@@ -550,6 +550,22 @@ def test_an_unused_accelerator_is_reported(monkeypatch, capsys, exists):
   assert ('but jax uses the CPU' in capsys.readouterr().out) == exists
 
 
+@pytest.mark.slow
+def test_a_run_without_its_platform_ends_in_one_line(tmp_path):
+  done = subprocess.run(
+    [sys.executable, *_TRAIN, f'--workdir={tmp_path}'],
+    cwd=programs.PROJECT,
+    env=os.environ | {'JAX_PLATFORMS': 'cuda'},
+    capture_output=True,
+    text=True,
+    check=False,
+  )
+  assert done.returncode == 2, done.stderr
+  line = done.stderr.splitlines()[-1]
+  assert line.startswith('$JAX_PLATFORMS=cuda: cannot be used')
+  assert 'Traceback' not in done.stderr
+
+
 @pytest.mark.parametrize('platform', ['cuda', 'abacus'])
 def test_a_missing_platform_is_named(platform):
   code = 'from gigpo_jax.runtime import distributed as d; d.start_devices()'

@@ -274,6 +274,14 @@ def test_a_test_with_further_fields_is_not_current(tmp_path):
   report['config'] = run_config.experiment(run.load(run.test))
   path.write_text(json.dumps(report))
   assert run.next_command(tmp_path) is None
+  # What a resume may change does not change a test.
+  other = ('mesh.data', 2), ('checkpoint.every', 7), ('pool.num_envs', 4)
+  assert (
+    dataclasses.replace(run, overrides=other).next_command(tmp_path) is None
+  )
+  report['config']['model.decode_attention'] = 'xla'  # The former default.
+  path.write_text(json.dumps(report))
+  assert run.next_command(tmp_path) is None
   without = dataclasses.replace(run, test=fields[:1])
   assert without.next_command(tmp_path) == without.test_command(tmp_path)
   assert sweep.gather_tests([without], tmp_path) == []
@@ -367,12 +375,40 @@ def test_known_runs_without_tests_are_named(tmp_path, capsys):
   assert sweep_table.read_tests(tmp_path / 'b' / 'list.csv') == []
 
 
+def test_known_tests_are_of_no_use_to_a_sweep_without_tests(tmp_path):
+  runs = [dataclasses.replace(run, test=(('seed', 0),)) for run in RUNS]
+  file, root = tmp_path / 'list.py', tmp_path / 'a'
+  _write_sweep(file, runs)
+  for run in runs:
+    write_run(root / run.folder, [(0, 0.2), (100, 0.4)])
+    write_test(run, root)
+  options = {'at_once': 1, 'only_gather': True}
+  sweep.main(str(file), str(root), **options)
+  _write_sweep(file, RUNS)
+  known = [str(root / 'list.csv')]
+  sweep.main(str(file), str(tmp_path / 'b'), known=known, **options)
+  assert sweep_table.read_tests(tmp_path / 'b' / 'list.csv') == []
+  # A folder of another config is no obstacle, also for runs in the table.
+  _write_sweep(file, runs)
+  for folder in (root, tmp_path / 'c'):
+    if folder != root:
+      write_run(folder / runs[0].folder, [(0, 0.2), (100, 0.4)])
+    changed = dataclasses.replace(runs[0], overrides=(('seed', 7),)).load()
+    run_config.save(changed, str(folder / runs[0].folder))
+    sweep.main(str(file), str(folder), known=known, **options)
+  _write_sweep(file, [dataclasses.replace(runs[0], overrides=(('a.b', 1),))])
+  with pytest.raises(ValueError, match='^--sweep: run alfworld-a-0: a.b: no'):
+    sweep.main(str(file), str(root), **options)
+
+
 def test_home_folder_of_an_override():
   entry = {'name': 'a', 'config': 'configs/alfworld.py', 'seed': 0}
   overrides = {'model.path': '~/m', 'env.data_dir': '~/d'}
   run = sweep_runs._run_of(entry | {'overrides': overrides}, '--sweep')
   home = os.path.expanduser('~')
-  assert run.overrides == (('model.path', f'{home}/m'), ('env.data_dir', '~/d'))
+  config = run.load()
+  assert config.model.path == f'{home}/m' and config.env.data_dir == '~/d'
+  assert 'model.path=~/m' in run.settings
 
 
 def test_policies_of_agents_are_in_folders(tmp_path):
@@ -558,7 +594,7 @@ def test_folder_with_another_config_is_refused(tmp_path, capsys):
   (tmp_path / 'alfworld-a-0' / 'config.json').write_text(json.dumps(stored))
   sweep.main(str(file), str(tmp_path), at_once=1, only_gather=True)
   printed = capsys.readouterr().out
-  assert '--sweep: run alfworld-a-0: ' in printed and 'was 7' in printed
+  assert 'alfworld-a-0 does not count: ' in printed and 'was 7' in printed
   assert '1 of 2 runs are finished' in printed
 
 

@@ -216,7 +216,7 @@ def test_keep_ends_if_training_does_not_start(tmp_path):
   hosts = ['idle', 'training', 'idle', 'idle', 'idle', 'training', 'idle']
   output, calls = _keep(tmp_path, looks, [*hosts, 'idle'], ends=1)
   assert calls == [*['setup', 'start'] * 5, 'log']
-  assert 'training ends soon after each start' in output
+  assert 'no start led to ten minutes of training' in output
 
 
 def test_keep_ends_if_setup_always_fails(tmp_path):

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from envs import turns
 
-_TAG = re.compile(r'<(/?)(search|answer)>', re.IGNORECASE)
+_TAG = re.compile(r'<(/?)(search|answer)>', re.ASCII | re.IGNORECASE)
 
 ACTIONS = ('<search>your query</search>', '<answer>your answer</answer>')
 _THINK = (

@@ -103,7 +103,12 @@ def check_run(
   inputs = describe_inputs(config)
   run_config.check_workdir(workdir)
   run_config.check_resume(
-    config, workdir, allow_change=allow_config_change, inputs=inputs
+    config,
+    workdir,
+    allow_change=allow_config_change,
+    inputs=inputs,
+    advice='use another --workdir, or --allow_config_change to resume with '
+    'this config',
   )
   checkpoint.check_folder(pathlib.Path(workdir) / 'checkpoints')
   if config.metrics.wandb:

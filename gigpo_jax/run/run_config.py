@@ -1,9 +1,10 @@
 """Store the config of a run in its work directory, and compare configs."""
 
+import functools
 import json
 import pathlib
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import ml_collections
@@ -18,9 +19,6 @@ _STORED = 'config.json'
 _INPUTS = 'inputs'
 # Value of a field that a config lacks.
 _MISSING = 'missing'
-_ADVICE = (
-  'use another --workdir, or --allow_config_change to resume with this config'
-)
 # Fields that may differ between the processes of a run.
 _LOCAL = frozenset(
   {
@@ -178,7 +176,7 @@ def check_resume(
   length: str = 'num_iterations',
   results: Sequence[str] = ('metrics.jsonl',),
   inputs: Mapping[str, str] | None = None,
-  advice: str = _ADVICE,
+  advice: str = 'use another --workdir',
 ) -> None:
   """Compares the config with the one in a work directory, if a run started.
 
@@ -261,6 +259,31 @@ def _is_default(field: str, value: object) -> bool:
 def experiment(config: ml_collections.ConfigDict) -> dict[str, Any]:
   """Returns the fields that all processes of a run share, as 'env.name'."""
   return {k: v for k, v in _fields(config).items() if k not in _LOCAL}
+
+
+def is_same(
+  stored: Mapping[str, Any],
+  config: ml_collections.ConfigDict,
+  ignored: Collection[str],
+) -> bool:
+  """Returns whether a config is another one, but for what a resume may change.
+
+  Args:
+    stored: the fields of a config by dotted names, possibly of an older
+      release; fields that it lacks may have any value.
+    config: the other one.
+    ignored: further fields that may differ.
+  """
+  nested: dict[str, Any] = {}
+  for field, value in stored.items():
+    *sections, name = field.split('.')
+    functools.reduce(lambda d, k: d.setdefault(k, {}), sections, nested)[
+      name
+    ] = value
+  current = json.loads(config.to_json_best_effort())
+  deprecated.update_stored(nested, current)
+  old, new = fixed_fields(nested), fixed_fields(current)
+  return all(old.get(k, x) == x for k, x in new.items() if k not in ignored)
 
 
 def fixed_fields(stored: Mapping[str, Any]) -> dict[str, Any]:

@@ -476,6 +476,10 @@ def _write_new(path: str, values: dict) -> None:
     ) from error
 
 
+def _is_prediction(value: object) -> bool:
+  return isinstance(value, dict) and value.keys() >= _PREDICTED
+
+
 def _run(options: argparse.Namespace) -> None:
   if options.command == 'fit':
     measured = read_effects(options.table, options.method)
@@ -494,14 +498,12 @@ def _run(options: argparse.Namespace) -> None:
   else:
     values = _read_json(options.predictions)
     predictions = values.get('predictions')
-    if not (isinstance(predictions, dict) and 'method' in values):
-      predictions = {'': None}
-    for name, prediction in predictions.items():
-      if not isinstance(prediction, dict) or _PREDICTED - prediction.keys():
-        raise ValueError(
-          f'{options.predictions}: {name or "has no predictions"}: must be a '
-          'file that `python -m gigpo_jax.tools.law predict` wrote'
-        )
+    is_valid = isinstance(predictions, dict) and 'method' in values
+    if not is_valid or not all(map(_is_prediction, predictions.values())):
+      raise ValueError(
+        f'{options.predictions}: has no predictions; must be a file that '
+        '`python -m gigpo_jax.tools.law predict` wrote'
+      )
     measured = read_effects(options.table, values['method'])
     print(table(predictions, measured))
     if options.plot:

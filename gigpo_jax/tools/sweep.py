@@ -7,7 +7,7 @@ skips finished runs and resumes the others.
 import os
 import pathlib
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import numpy as np
 import tqdm
@@ -222,7 +222,7 @@ def gather_tests(
     ):
       by_task = outcomes.read_evaluation(run.test_result(root))
       results.append(outcomes.make_result(run.key, by_task, run.test_settings))
-  if results:
+  if results or sweep_table.tests_path(root / f'{name}.csv').exists():
     outcomes.write(sweep_table.tests_path(root / f'{name}.csv'), results)
   return results
 
@@ -261,16 +261,16 @@ def _read_known(
       f'--known={path}: has no run of the sweep; experiment, name and seed '
       'must be those of the sweep'
     )
-  stored = {run: evaluations[run.key][0]['settings'] for run in known}
-  tested = {run: tests[run.key] for run in known if run.key in tests}
+  stored = [evaluations[run.key][0]['settings'] for run in known]
+  tested = [run for run in known if run.test and run.key in tests]
   different = [
     (run.folder, settings, run.settings)
-    for run, settings in stored.items()
+    for run, settings in zip(known, stored, strict=True)
     if not run.has_settings(settings)
   ] + [
-    (run.folder, test.settings, run.test_settings)
-    for run, test in tested.items()
-    if test.settings not in ('', run.test_settings)
+    (run.folder, tests[run.key].settings, run.test_settings)
+    for run in tested
+    if not run.has_test_settings(tests[run.key].settings, same_run=True)
   ]
   if different:
     folder, made, wanted = different[0]
@@ -279,14 +279,14 @@ def _read_known(
       f'{wanted}; give one of them another name, or leave out the table'
     )
   notes = [f'{len(known)} runs are taken from {path}']
-  if unchecked := list(stored.values()).count(None):
+  if unchecked := stored.count(None):
     notes.append(f'the settings of {unchecked} are not known')
-  if untested := sum(bool(run.test) and run not in tested for run in known):
+  if untested := sum(bool(run.test) for run in known) - len(tested):
     notes.append(f'{untested} have no test there')
   print('; '.join(notes))
   return (
     {run.key: evaluations[run.key] for run in known},
-    {run.key: test for run, test in tested.items()},
+    {run.key: tests[run.key] for run in tested},
   )
 
 
@@ -319,29 +319,38 @@ def main(
     tests = {k: test for k, test in tests.items() if k not in more} | more_tests
     stored |= more
   to_run = [run for run in runs if run.key not in stored]
+  for run in to_run:
+    run.load(run.test)  # Refuses unknown fields.
   run_config.check_workdir(workdir)
   failed = []
   if not only_gather:
     with files.lock(root):
       _validate([run for run in to_run if not sweep_runs.finished(run, root)])
       failed = run_all(to_run, root, at_once=at_once)
-  complete = [run for run in to_run if _is_complete(run, root)]
+  complete = {run.key for run in to_run if _is_complete(run, root)}
   kept, kept_tests = _cleaned_up(to_run, root, complete, *earlier)
   if kept:
     print(f'{len(kept)} runs of {table} stay in it without complete folders')
   stored, tests = stored | kept, tests | kept_tests
-  listed = stored.keys() | tests.keys() | {run.key for run in complete}
-  if lost := set().union(*earlier) - listed:
-    print(f'{len(lost)} runs of {table} are not in the sweep any more')
+  evaluated = [run for run in runs if run.key in stored.keys() | complete]
+  tested = [
+    run
+    for run in runs
+    if run.key in tests or (run.key in complete and _has_test(run, root))
+  ]
+  lost = [
+    len(before.keys() - {run.key for run in now})
+    for before, now in zip(earlier, (evaluated, tested), strict=True)
+  ]
+  if any(lost):
+    print(f'{lost[0]} runs and {lost[1]} tests of {table} are left out')
     _back_up(table)
-  runs_left = [run for run in runs if run.key in listed]
-  print(f'{len(runs_left)} of {len(runs)} runs are finished')
+  finished = {run.key for run in (*evaluated, *tested)}
+  print(f'{len(finished)} of {len(runs)} runs are finished')
   lines = [line for lines in stored.values() for line in lines]
   _report(
-    gather(runs_left, root, table.stem, lines),
-    outcomes.group(
-      gather_tests(runs_left, root, table.stem, [*tests.values()])
-    ),
+    gather(evaluated, root, table.stem, lines),
+    outcomes.group(gather_tests(tested, root, table.stem, [*tests.values()])),
     table,
   )
   return int(bool(failed))
@@ -350,7 +359,7 @@ def main(
 def _cleaned_up(
   runs: Sequence[Run],
   root: pathlib.Path,
-  complete: Sequence[Run],
+  complete: Collection[tuple],
   evaluations: Mapping[tuple, list[dict]],
   tests: Mapping[tuple, outcomes.Result],
 ) -> tuple[dict[tuple, list[dict]], dict[tuple, outcomes.Result]]:
@@ -359,12 +368,12 @@ def _cleaned_up(
   Args:
     runs: the runs of the sweep.
     root: parent of the work directories.
-    complete: runs with complete folders.
+    complete: keys of the runs with complete folders.
     evaluations: the evaluations in the table.
     tests: the tests in the table.
   """
   same = {
-    run: evaluations[run.key]
+    run.key
     for run in runs
     if run.key in evaluations
     and run.has_settings(evaluations[run.key][0]['settings'])
@@ -373,18 +382,28 @@ def _cleaned_up(
     run
     for run in runs
     if run.key in tests
-    and (run not in complete or not run.test_result(root).exists())
+    and (run.key not in complete or not run.test_result(root).exists())
   ]
   return (
-    {run.key: lines for run, lines in same.items() if run not in complete},
+    {key: evaluations[key] for key in same - set(complete)},
     {
       run.key: tests[run.key]
       for run in untested
-      # Tables of older releases lack the settings of tests.
-      if (tests[run.key].settings or run.test_settings) == run.test_settings
-      and (tests[run.key].settings or run in same)
+      if run.has_test_settings(
+        tests[run.key].settings, same_run=run.key in same
+      )
     },
   )
+
+
+def _has_test(run: Run, root: pathlib.Path) -> bool:
+  """Returns whether a finished run has its test; prints why one is left out."""
+  if not run.test:
+    return False
+  is_tested = sweep_runs.is_tested(run, root)
+  if not is_tested and run.test_result(root).exists():
+    print(f'{run.folder}: its test has another config or policy, or is damaged')
+  return is_tested
 
 
 def _is_complete(run: Run, root: pathlib.Path) -> bool:
@@ -392,7 +411,7 @@ def _is_complete(run: Run, root: pathlib.Path) -> bool:
   try:
     return sweep_runs.finished(run, root)
   except ValueError as error:
-    print(f'{run.label}{error}')
+    print(f'{run.folder} does not count: {error}')
     return False
 
 

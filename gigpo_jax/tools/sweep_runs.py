@@ -73,6 +73,15 @@ class Run:
     fields = (f'{k}={v}' for k, v in sorted(self.test))
     return ' '.join((self.settings, 'test:', *fields))
 
+  def has_test_settings(self, stored: str, *, same_run: bool) -> bool:
+    """Returns whether settings in a table of tests are the run's.
+
+    Args:
+      stored: the settings; '' in tables of older releases.
+      same_run: whether the run in the table of evaluations is this one.
+    """
+    return stored == self.test_settings or (not stored and same_run)
+
   def has_settings(self, stored: str | None) -> bool:
     """Returns whether settings in a table are the run's, as far as known.
 
@@ -100,7 +109,9 @@ class Run:
       ValueError: in one line, if the config or a field does not exist.
     """
     path, _, variant = self.config.partition(':')
-    overrides = {'seed': self.seed, **dict((*self.overrides, *fields))}
+    changes = dict((*self.overrides, *fields))
+    overrides = {k: _expand_home(k, value) for k, value in changes.items()}
+    overrides = {'seed': self.seed} | overrides
     try:
       file = configs.find(path) or path
       config = config_fields.load(file, variant).lock()
@@ -234,10 +245,7 @@ def _run_of(entry: object, flag: str) -> Run:
       raise ValueError(
         f'{flag}: {name}={value!r}: must be of type {types[name].__name__}'
       )
-  overrides, test = (
-    tuple((k, _expand_home(k, x)) for k, x in fields.items())
-    for fields in changes
-  )
+  overrides, test = (tuple(fields.items()) for fields in changes)
   return Run(**values, overrides=overrides, test=test)
 
 
@@ -290,9 +298,8 @@ def is_tested(run: Run, root: pathlib.Path) -> bool:
   except ValueError:  # Missing or damaged.
     return False
   report = files.read_stored(path)
-  stored = report.get('config', {})
-  wanted = run_config.experiment(run.load(run.test)).items()
-  if any(k != 'model.path' and stored.get(k, x) != x for k, x in wanted):
+  stored, wanted = report.get('config', {}), run.load(run.test)
+  if not run_config.is_same(stored, wanted, ignored=['model.path']):
     return False
   (policy,) = report['policies'].values()
   iterations = policy_files.iterations(folder / 'policy')

@@ -13,7 +13,7 @@ from gigpo_jax.runtime import files
 # Files that are downloaded from the hub.
 _HUB_FILES = ['*.safetensors', '*.json', '*.jinja', 'vocab.*', 'merges.txt']
 # Name of one of several files of weights, which an index lists.
-_PART = re.compile(r'-\d{5}-of-\d{5}')
+_PART = re.compile(r'-\d{5}-of-(?!00001)\d{5}')
 _HUB_NAME = re.compile(r'[\w-][\w.-]*/[\w-][\w.-]*(@[\w./-]+)?')
 
 
