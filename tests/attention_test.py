@@ -1,5 +1,7 @@
 """Tests of attention: all implementations, and sequences of several texts."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -15,6 +17,13 @@ def _arrays(length: int, *, rows=2, heads=4, kv_heads=2, size=64):
     jnp.asarray(rng.normal(size=(rows, length, count, size)), jnp.float32)
     for count in (heads, kv_heads, kv_heads)
   )
+
+
+def _attend(*arrays, **options):
+  """Compiles attention once, instead of each of its operations."""
+  options = {'interpret': True} | options
+  attend = functools.partial(attention.self_attention, **options)
+  return jax.jit(attend)(*arrays)
 
 
 def _reference(q, k, v, seen):
@@ -35,9 +44,7 @@ def _reference(q, k, v, seen):
 @pytest.mark.parametrize('implementation', ['xla', 'splash'])
 def test_attention_is_causal(implementation, length):
   q, k, v = _arrays(length)
-  output = attention.self_attention(
-    q, k, v, implementation=implementation, interpret=True
-  )
+  output = _attend(q, k, v, implementation=implementation)
   seen = np.tril(np.ones((length, length), bool))[None]
   np.testing.assert_allclose(output, _reference(q, k, v, seen), atol=2e-6)
 
@@ -98,7 +105,7 @@ def test_gradients_of_the_kernel_equal_those_of_xla():
       )
       return jnp.sum(output * weights)
 
-    return jax.grad(loss, argnums=(0, 1, 2))(*arrays)
+    return jax.jit(jax.grad(loss, argnums=(0, 1, 2)))(*arrays)
 
   for a, b in zip(gradients('splash'), gradients('xla'), strict=True):
     np.testing.assert_allclose(a, b, atol=1e-5)
@@ -143,9 +150,7 @@ def test_texts_attend_to_themselves(monkeypatch, implementation, tree, length):
     _fake_cudnn(monkeypatch)
   arrays = _arrays(length)
   segments, seen = _segments(length, tree=tree)
-  output = attention.self_attention(
-    *arrays, segments, implementation=implementation, interpret=True
-  )
+  output = _attend(*arrays, segments, implementation=implementation)
   np.testing.assert_allclose(output, _reference(*arrays, seen), atol=2e-6)
 
 
@@ -157,12 +162,8 @@ def test_texts_attend_to_a_window(monkeypatch, implementation):
   arrays, index = _arrays(length), np.arange(length)
   segments, seen = _segments(length, tree=False)
   seen &= index[:, None] - index < window
-  output = attention.self_attention(
-    *arrays,
-    attention.limit_to_window(segments, window, (2, length)),
-    implementation=implementation,
-    interpret=True,
-  )
+  segments = attention.limit_to_window(segments, window, (2, length))
+  output = _attend(*arrays, segments, implementation=implementation)
   np.testing.assert_allclose(output, _reference(*arrays, seen), atol=2e-6)
 
 
@@ -197,7 +198,7 @@ def test_gradients_with_several_texts(implementation, tree):
       )
       return jnp.sum(output * weights)
 
-    return jax.grad(loss, argnums=(0, 1, 2))(*arrays)
+    return jax.jit(jax.grad(loss, argnums=(0, 1, 2)))(*arrays)
 
   for a, b in zip(gradients(implementation), gradients('xla'), strict=True):
     np.testing.assert_allclose(a, b, atol=1e-5)

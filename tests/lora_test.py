@@ -174,10 +174,14 @@ def test_gradients_equal_those_through_the_merged_network():
   def loss(config, params):
     return jnp.sum(jnp.square(_logits(config, params, TOKENS)))
 
-  grads = jax.grad(lambda a: loss(CONFIG, lora.combine(base, a)))(adapters)
-  expected = jax.grad(
-    lambda a: loss(BASE, lora.merge(CONFIG.adapters, lora.combine(base, a)))
-  )(adapters)
+  grads = jax.jit(jax.grad(lambda a: loss(CONFIG, lora.combine(base, a))))(
+    adapters
+  )
+
+  def merged_loss(a):
+    return loss(BASE, lora.merge(CONFIG.adapters, lora.combine(base, a)))
+
+  expected = jax.jit(jax.grad(merged_loss))(adapters)
   jax.tree.map(
     lambda a, b: np.testing.assert_allclose(
       a, b, atol=1e-4 * np.abs(b).max() + 1e-6

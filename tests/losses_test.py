@@ -36,7 +36,9 @@ def test_clipped_surrogate(ratio, advantage, options, loss, slope):
 
   point = jnp.array(math.log(ratio))
   assert float(value(point)) == pytest.approx(loss, rel=1e-5)
-  assert float(jax.grad(value)(point)) == pytest.approx(slope, rel=1e-5)
+  assert float(jax.jit(jax.grad(value))(point)) == pytest.approx(
+    slope, rel=1e-5
+  )
 
 
 def arguments(**changes):
@@ -99,7 +101,7 @@ def test_cispo_by_hand():
     values = losses.cispo(moved, x, advantages)
     return jnp.sum(values), values
 
-  slopes, values = jax.grad(total, has_aux=True)(log_probs)
+  slopes, values = jax.jit(jax.grad(total, has_aux=True))(log_probs)
   np.testing.assert_allclose(values, [1.68, -0.08], rtol=1e-6)
   np.testing.assert_allclose(slopes, [-2.4, 0.8], rtol=1e-6)
 
@@ -150,7 +152,7 @@ def test_gradient_agrees_with_finite_differences(loss):
     return jnp.sum(run(loss, fixed | {'log_probs': log_probs})[0])
 
   point, h = draw(), 1e-2
-  gradient = np.asarray(jax.grad(total)(point))
+  gradient = np.asarray(jax.jit(jax.grad(total))(point))
   for index in np.ndindex(3, 4):
     raised, lowered = (total(point.at[index].add(s * h)) for s in (1, -1))
     assert gradient[index] == pytest.approx(
@@ -167,7 +169,7 @@ def test_masked_tokens_may_be_infinite():
     loss, _ = policy_gradient(inputs | {'log_probs': log_probs})
     return jnp.sum(loss)
 
-  value, gradient = jax.value_and_grad(total)(inputs['log_probs'])
+  value, gradient = jax.jit(jax.value_and_grad(total))(inputs['log_probs'])
   assert np.isfinite(value)
   assert np.isfinite(gradient).all()
   assert gradient[1, 1] == 0
@@ -178,7 +180,7 @@ def test_entropy_bonus_raises_entropy():
     inputs = arguments(entropies=entropies)
     return jnp.sum(policy_gradient(inputs, entropy_weight=0.2)[0])
 
-  gradient = jax.grad(total)(arguments()['entropies'])
+  gradient = jax.jit(jax.grad(total))(arguments()['entropies'])
   np.testing.assert_allclose(gradient, [[-0.2, -0.2], [-0.2, 0]])
 
 
@@ -387,7 +389,9 @@ def test_rebel_is_a_regression_on_all_pairs_of_a_group():
 
   # Twice, because a pair has two responses.
   np.testing.assert_allclose(
-    jax.grad(of_pairs)(old), 2 * jax.grad(of_rows)(old), rtol=1e-5
+    jax.jit(jax.grad(of_pairs))(old),
+    2 * jax.jit(jax.grad(of_rows))(old),
+    rtol=1e-5,
   )
 
 
@@ -571,7 +575,7 @@ def gradient_of(inputs, **options):
     changed = inputs | {'log_probs': log_probs}
     return jnp.sum(policy_gradient(changed, **options)[0])
 
-  return jax.grad(total)(inputs['log_probs'])
+  return jax.jit(jax.grad(total))(inputs['log_probs'])
 
 
 @pytest.mark.parametrize('level', losses.RATIO_LEVELS)

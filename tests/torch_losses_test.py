@@ -119,7 +119,7 @@ def test_losses_and_gradients_match_torch(changes):
       outputs = token_batch.PolicyOutputs(log_probs, entropies)
       return jnp.sum(loss(outputs, tokens)[0] * w)
 
-    actual = jax.value_and_grad(total, (0, 1))(
+    actual = jax.jit(jax.value_and_grad(total, (0, 1)))(
       jnp.asarray(arrays['log_probs']), jnp.asarray(arrays['entropies'])
     )
     tensors = {k: torch.tensor(x) for k, x in arrays.items()}
@@ -150,7 +150,9 @@ def test_row_regression_and_its_gradient_match_torch():
       outputs = token_batch.PolicyOutputs(log_probs, log_probs)
       return jnp.sum(loss(outputs, tokens)[0] * w)
 
-    actual = jax.value_and_grad(total)(jnp.asarray(arrays['log_probs']))
+    actual = jax.jit(jax.value_and_grad(total))(
+      jnp.asarray(arrays['log_probs'])
+    )
     new = torch.tensor(arrays['log_probs'][0], requires_grad=True)
     gaps = (new - torch.tensor(arrays['ref_log_probs'][0])).split(
       lengths.tolist()
