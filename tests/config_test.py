@@ -11,7 +11,6 @@ import re
 import shutil
 import socket
 
-import huggingface_hub
 import pytest
 
 import configs
