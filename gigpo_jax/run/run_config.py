@@ -1,6 +1,5 @@
 """Store the config of a run in its work directory, and compare configs."""
 
-import functools
 import json
 import pathlib
 import tempfile
@@ -266,7 +265,7 @@ def is_same(
   config: ml_collections.ConfigDict,
   ignored: Collection[str],
 ) -> bool:
-  """Returns whether a config is another one, but for what a resume may change.
+  """Returns whether two configs differ only in what a resume may change.
 
   Args:
     stored: the fields of a config by dotted names, possibly of an older
@@ -277,9 +276,10 @@ def is_same(
   nested: dict[str, Any] = {}
   for field, value in stored.items():
     *sections, name = field.split('.')
-    functools.reduce(lambda d, k: d.setdefault(k, {}), sections, nested)[
-      name
-    ] = value
+    section = nested
+    for key in sections:
+      section = section.setdefault(key, {})
+    section[name] = value
   current = json.loads(config.to_json_best_effort())
   deprecated.update_stored(nested, current)
   old, new = fixed_fields(nested), fixed_fields(current)
