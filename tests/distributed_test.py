@@ -336,33 +336,29 @@ def test_hosts_with_different_configs_are_refused(tmp_path):
   assert not (tmp_path / 'config.json').exists()
 
 
-def _own_hosts(script: str) -> tuple[str, ...]:
-  """Returns a command in which the environment of the hosts may differ."""
-  config = '--config=configs/keydoor.py:smoke'
-  return f'launch/{script}.py', config, '--config.env.name=tests.hosts_env'
-
-
 @pytest.mark.slow
-def test_hosts_with_different_tasks_are_refused(tmp_path):
-  processes = _processes(
-    tmp_path, program=_own_hosts('train'), HOSTS_DIFFER='tasks'
+@pytest.mark.parametrize(
+  ('script', 'differs', 'name', 'output'),
+  [
+    ('train', 'tasks', 'env.name=tests.hosts_env: split ', 'config.json'),
+    ('sft', 'expert', 'checksum of the tokens to train on=[', 'policy'),
+  ],
+)
+def test_hosts_with_different_data_are_refused(
+  tmp_path, script, differs, name, output
+):
+  program = (
+    f'launch/{script}.py',
+    '--config=configs/keydoor.py:smoke',
+    '--config.env.name=tests.hosts_env',
+    '--config.sft.num_episodes=20',
   )
+  processes = _processes(tmp_path, program=program, HOSTS_DIFFER=differs)
   for _, errors in _wait(*processes, status=2):
     line = errors.splitlines()[-1]
-    assert line.startswith('env.name=tests.hosts_env: split ')
+    assert line.startswith(name)
     assert line.endswith('in process 1; must be the same on every host')
-  assert not (tmp_path / 'config.json').exists()
-
-
-@pytest.mark.slow
-def test_hosts_with_different_warm_starts_are_refused(tmp_path):
-  program = (*_own_hosts('sft'), '--config.sft.num_episodes=20')
-  processes = _processes(tmp_path, program=program, HOSTS_DIFFER='expert')
-  for _, errors in _wait(*processes, status=2):
-    line = errors.splitlines()[-1]
-    assert line.startswith('checksum of the tokens to train on=[')
-    assert line.endswith('in process 1; must be the same on every host')
-  assert not (tmp_path / 'policy').exists()
+  assert not (tmp_path / output).exists()
 
 
 @pytest.mark.slow

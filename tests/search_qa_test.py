@@ -94,13 +94,13 @@ def _parse_by_expressions(response):
   flags = re.ASCII | re.IGNORECASE | re.DOTALL
   thought = re.search('<think>.*?</think>', response, flags)
   rest = re.sub('<think>.*?</think>', '', response, count=1, flags=flags)
-  found = re.findall(r'<(search|answer)>(.*?)</\1>', rest, flags)
-  found = [(name.lower(), words.strip()) for name, words in found]
-  found = sorted((a for a in found if a[1]), key=lambda a: a[0] != 'search')
+  actions = re.findall(r'<(search|answer)>(.*?)</\1>', rest, flags)
+  actions = [(name.lower(), words.strip()) for name, words in actions]
+  actions = sorted((a for a in actions if a[1]), key=lambda a: a[0] != 'search')
   opening = re.findall('<(?:search|answer)>', rest, flags)
-  if not found:
+  if not actions:
     return '', '', False
-  return *found[0], len(opening) == 1 and bool(thought)
+  return *actions[0], len(opening) == 1 and bool(thought)
 
 
 def test_any_order_of_tags():

@@ -224,9 +224,7 @@ def test_results_stay_if_folders_are_cleaned_up(tmp_path, capsys):
   file = tmp_path / 'list.py'
   entries = [_entry(run) | {'test': dict(run.test)} for run in runs]
   file.write_text(f'RUNS = {entries}')
-  for run in runs:
-    write_run(tmp_path / run.folder, [(0, 0.2), (100, 0.4)])
-    write_test(run, tmp_path)
+  _write_tested(runs, tmp_path)
   options = {'at_once': 1, 'only_gather': True}
   sweep.main(str(file), str(tmp_path), **options)
   table, tests = tmp_path / 'list.csv', tmp_path / 'list_tests.csv'
@@ -293,15 +291,20 @@ def _write_sweep(path, runs):
   path.write_text(f'RUNS = {entries}')
 
 
+def _write_tested(runs, root, curve=((0, 0.2), (100, 0.4))):
+  """Writes finished runs and their tests."""
+  for run in runs:
+    write_run(root / run.folder, curve)
+    write_test(run, root)
+
+
 def test_tests_with_other_settings_are_not_mixed(tmp_path):
   greedy = [
     dataclasses.replace(run, test=(('evaluation.temperature', 0.0),))
     for run in RUNS
   ]
   file, root = tmp_path / 'list.py', tmp_path / 'a'
-  for run in greedy:
-    write_run(root / run.folder, [(0, 0.2), (100, 0.4)])
-    write_test(run, root)
+  _write_tested(greedy, root)
   options = {'at_once': 1, 'only_gather': True}
   _write_sweep(file, greedy)
   sweep.main(str(file), str(root), **options)
@@ -344,9 +347,7 @@ def test_runs_without_evaluations_are_finished_and_compared(tmp_path, capsys):
   runs = [dataclasses.replace(run, test=(('seed', 0),)) for run in RUNS]
   file, root = tmp_path / 'list.py', tmp_path / 'runs'
   _write_sweep(file, runs)
-  for run in runs:
-    write_run(root / run.folder, [(0, None), (100, None)])
-    write_test(run, root)
+  _write_tested(runs, root, [(0, None), (100, None)])
   options = {'at_once': 1, 'only_gather': True}
   for _ in range(2):
     sweep.main(str(file), str(root), **options)
@@ -359,9 +360,7 @@ def test_known_runs_without_tests_are_named(tmp_path, capsys):
   runs = [dataclasses.replace(run, test=(('seed', 0),)) for run in RUNS]
   file, root = tmp_path / 'list.py', tmp_path / 'a'
   _write_sweep(file, runs)
-  for run in runs:
-    write_run(root / run.folder, [(0, 0.2), (100, 0.4)])
-    write_test(run, root)
+  _write_tested(runs, root)
   options = {'at_once': 1, 'only_gather': True}
   sweep.main(str(file), str(root), **options)
   table = root / 'list.csv'
@@ -379,9 +378,7 @@ def test_known_tests_are_of_no_use_to_a_sweep_without_tests(tmp_path):
   runs = [dataclasses.replace(run, test=(('seed', 0),)) for run in RUNS]
   file, root = tmp_path / 'list.py', tmp_path / 'a'
   _write_sweep(file, runs)
-  for run in runs:
-    write_run(root / run.folder, [(0, 0.2), (100, 0.4)])
-    write_test(run, root)
+  _write_tested(runs, root)
   options = {'at_once': 1, 'only_gather': True}
   sweep.main(str(file), str(root), **options)
   _write_sweep(file, RUNS)

@@ -218,9 +218,8 @@ def gather_tests(
     elif (
       run.test
       and sweep_runs.finished(run, root)
-      and sweep_runs.is_tested(run, root)
+      and (by_task := sweep_runs.read_test(run, root)) is not None
     ):
-      by_task = outcomes.read_evaluation(run.test_result(root))
       results.append(outcomes.make_result(run.key, by_task, run.test_settings))
   if results or sweep_table.tests_path(root / f'{name}.csv').exists():
     outcomes.write(sweep_table.tests_path(root / f'{name}.csv'), results)
@@ -319,11 +318,12 @@ def main(
     tests = {k: test for k, test in tests.items() if k not in more} | more_tests
     stored |= more
   to_run = [run for run in runs if run.key not in stored]
-  for run in to_run:
-    run.load(run.test)  # Refuses unknown fields.
   run_config.check_workdir(workdir)
   failed = []
-  if not only_gather:
+  if only_gather:
+    for run in to_run:
+      run.load(run.test)  # Refuses unknown fields.
+  else:
     with files.lock(root):
       _validate([run for run in to_run if not sweep_runs.finished(run, root)])
       failed = run_all(to_run, root, at_once=at_once)
@@ -400,7 +400,7 @@ def _has_test(run: Run, root: pathlib.Path) -> bool:
   """Returns whether a finished run has its test; prints why one is left out."""
   if not run.test:
     return False
-  is_tested = sweep_runs.is_tested(run, root)
+  is_tested = sweep_runs.read_test(run, root) is not None
   if not is_tested and run.test_result(root).exists():
     print(f'{run.folder}: its test has another config or policy, or is damaged')
   return is_tested

@@ -150,7 +150,7 @@ class Run:
     self.load(self.test)  # Refuses unknown fields before the training.
     if not finished(self, root):
       return self.command(root)
-    if self.test and not is_tested(self, root):
+    if self.test and read_test(self, root) is None:
       return self.test_command(root)
     return None
 
@@ -286,23 +286,25 @@ def finished(run: Run, root: pathlib.Path) -> bool:
   return trained >= config.num_iterations
 
 
-def is_tested(run: Run, root: pathlib.Path) -> bool:
-  """Returns whether the result of a run's test can be read and is current.
+def read_test(run: Run, root: pathlib.Path) -> dict[str, list[bool]] | None:
+  """Returns the successes by task of a run's test; None if it must be made.
 
-  The test is current if it is one of the run's policy as it is now, and with
-  the config that the sweep has now.
+  It must be made if its file is missing or damaged, or is not of the run's
+  policy as it is now, with the config that the sweep has now.
   """
   path, folder = run.test_result(root), root / run.folder
   try:
-    outcomes.read_evaluation(path)
+    by_task = outcomes.read_evaluation(path)
   except ValueError:  # Missing or damaged.
-    return False
+    return None
   report = files.read_stored(path)
   stored, wanted = report.get('config', {}), run.load(run.test)
   if not run_config.is_same(stored, wanted, ignored=['model.path']):
-    return False
+    return None
   (policy,) = report['policies'].values()
   iterations = policy_files.iterations(folder / 'policy')
   if None in (iterations, policy.get('iterations')):  # Of an earlier release.
-    return not metrics.is_older(path, folder)
-  return policy['iterations'] == iterations
+    is_current = not metrics.is_older(path, folder)
+  else:
+    is_current = policy['iterations'] == iterations
+  return by_task if is_current else None
