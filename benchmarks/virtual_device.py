@@ -264,16 +264,14 @@ def installed(
   programs = functools.partial(
     Programs, clock, costs, tokens_per_step, ends_early
   )
-  rows = sampler_cache.prefill_rows(platform)
-  lengths = sampler_cache.prefill_lengths
+  sizes = sampler_cache.prefill_sizes
   place = mesh.place_rows if transfers else lambda _, arrays: arrays
   with (
     mock.patch.object(sampler_programs, 'Programs', programs),
-    mock.patch.object(sampler_cache, 'prefill_rows', lambda _: rows),
     mock.patch.object(
       sampler_cache,
-      'prefill_lengths',
-      lambda sizes, _: lengths(sizes, platform),
+      'prefill_sizes',
+      lambda *args: sizes(*args[:-1], platform),
     ),
     mock.patch.object(mesh, 'batch_shards', lambda _: copies),
     mock.patch.object(mesh, 'place_rows', place),

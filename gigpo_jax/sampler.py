@@ -156,14 +156,12 @@ class Sampler:
     self._truncations: tuple[bool | None, ...] = (False,)
     if truncates:
       self._truncations = (None,) if conditionals else (False, True)
-    max_rows = shards * sampler_cache.prefill_rows(platform)
-    self._prefill_buckets = tuple(
-      sorted({shards, min(max_rows, batch_buckets[-1])})
+    self._prefill_sizes = sampler_cache.prefill_sizes(
+      prompt_buckets, shards, batch_buckets[-1], platform
     )
+    # Rows that move together.
+    self._row_batch = self._prefill_sizes[-1][0]
     self._max_tokens = max_completion_tokens
-    self._prefill_lengths = sampler_cache.prefill_lengths(
-      prompt_buckets, platform
-    )
     # Lengths of a slot, ascending. Shorter slots help plain attention only.
     kernel = config.decode_attention
     needs_all = decode_attention.reads_all_slots(kernel)
@@ -182,7 +180,7 @@ class Sampler:
       stop_ids=stop_ids,
       vocab_size=vocab_size,
       decode_chunk=self._decode_chunk,
-      row_batch=self._prefill_buckets[-1],
+      row_batch=self._row_batch,
       max_length=self._lengths[-1],
       conditionals=conditionals,
     )
@@ -197,8 +195,7 @@ class Sampler:
       num_slots=batch_buckets[-1],
       num_parked=self._parked,
       max_length=self._lengths[-1],
-      prefill_lengths=self._prefill_lengths,
-      batch_buckets=self._prefill_buckets,
+      prefill_sizes=self._prefill_sizes,
       reuse=reuse,
       chunk=self._chunk,
     )
@@ -293,11 +290,11 @@ class Sampler:
     with compilation.Compiler() as compiler:
       compilation.wait(self.compile(compiler, params, base))
     self.load(params, base)
-    (rows, length), batch = self._sizes()[-1], self._prefill_buckets[-1]
+    rows, length = self._sizes()[-1]
     prompt = np.zeros(self._prompt_buckets[-1], np.int32)
     with jax.set_mesh(self._mesh):
       self._cache.allocate(rows, length)
-      for n in range(batch):
+      for n in range(self._row_batch):
         self._cache.prefixes.place(prompt + n)
       self._cache.fill(self._params, self._cache.prefixes.take_moves())
       inputs = _step_inputs([], rows)
@@ -327,10 +324,9 @@ class Sampler:
 
   def _prefills(self) -> list[tuple]:
     """Returns the programs that prefill, ascending in size."""
-    rows = self._prefill_buckets
     if self._chunk:
-      return [('extend', rows[-1], self._chunk)]
-    return list(itertools.product(['prefill'], rows, self._prefill_lengths))
+      return [('extend', self._row_batch, self._chunk)]
+    return [('prefill', *size) for size in self._prefill_sizes]
 
   def _program_keys(self) -> list[tuple]:
     """Returns (name, sizes) of all programs but `prepare`, slow ones first."""

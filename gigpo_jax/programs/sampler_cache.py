@@ -5,6 +5,7 @@ and decides which row a request gets; this module moves and prefills them.
 """
 
 import collections
+import itertools
 from collections.abc import Iterator, Sequence
 
 import jax
@@ -30,9 +31,8 @@ class SlotCache:
     num_slots: largest number of slots.
     num_parked: rows that hold conversations but are not decoded.
     max_length: positions of the longest slot.
-    prefill_lengths: ascending lengths that prompts are padded to.
-    batch_buckets: ascending numbers of prompts that are prefilled together; the
-      last is the number of rows that move together.
+    prefill_sizes: ascending (rows, length) of prefills; the last has the number
+      of rows that move together.
     reuse: one of `prefix_cache.REUSE`.
     chunk: tokens of a prompt that are prefilled together; 0: all.
 
@@ -54,8 +54,7 @@ class SlotCache:
     num_slots: int,
     num_parked: int,
     max_length: int,
-    prefill_lengths: tuple[int, ...],
-    batch_buckets: tuple[int, ...],
+    prefill_sizes: tuple[tuple[int, int], ...],
     reuse: str,
     chunk: int,
   ):
@@ -64,8 +63,8 @@ class SlotCache:
     self._programs, self._mesh = programs, mesh
     self._num_slots = num_slots
     self._parked_size = num_parked, max_length
-    self._prefill_lengths = prefill_lengths
-    self._batch_buckets = batch_buckets
+    self._prefill_sizes = prefill_sizes
+    self._row_batch = prefill_sizes[-1][0]
     self._chunk = chunk
     self.prefixes = prefix_cache.PrefixCache(
       num_slots,
@@ -123,7 +122,7 @@ class SlotCache:
     for batch in self._row_batches(ordered):
       rows = self._take(batch)
       for first in range(0, len(batch[0].tokens), size):
-        tokens = np.zeros((self._batch_buckets[-1], size), np.int32)
+        tokens = np.zeros((self._row_batch, size), np.int32)
         # Positions past the end of a row are not written.
         starts = np.full(len(tokens), self._parked_size[1], np.int32)
         counts, agents = np.zeros_like(starts), _agents(batch, len(tokens))
@@ -146,7 +145,7 @@ class SlotCache:
     for move in moves:
       is_parked = (move.source or 0) >= self._num_slots
       groups[is_parked, move.row >= self._num_slots].append(move)
-    size = self._batch_buckets[-1]
+    size = self._row_batch
     for group in groups.values():
       for start in range(0, len(group), size):
         yield group[start : start + size]
@@ -174,30 +173,26 @@ class SlotCache:
     self._parked = self._programs.put(self._parked, rows, indices)
 
   def _indices(self, rows: list[int], padding: int) -> jax.Array:
-    indices = np.full(self._batch_buckets[-1], padding, np.int32)
+    indices = np.full(self._row_batch, padding, np.int32)
     indices[: len(rows)] = rows
     return self._place(indices)
 
   def _prefill_batches(
     self, moves: list[prefix_cache.Move]
-  ) -> Iterator[tuple[list[prefix_cache.Move], int]]:
-    """Yields prompts to prefill together, and the length of their rows."""
+  ) -> Iterator[tuple[list[prefix_cache.Move], tuple[int, int]]]:
+    """Yields prompts to prefill together, and the size of the prefill."""
     ordered = sorted(moves, key=lambda move: len(move.tokens))
     lengths = [len(move.tokens) for move in ordered]
     start = 0
-    for stop, length in plan_batches(
-      lengths, self._batch_buckets, self._prefill_lengths
-    ):
-      yield ordered[start:stop], length
+    for stop, size in plan_batches(lengths, self._prefill_sizes):
+      yield ordered[start:stop], size
       start = stop
 
   def _prefill_prompts(
-    self, params: dict, batch: list[prefix_cache.Move], length: int
+    self, params: dict, batch: list[prefix_cache.Move], size: tuple[int, int]
   ) -> int:
     """Prefills whole prompts; returns their number of tokens with padding."""
-    tokens = np.zeros(
-      (bucket(self._batch_buckets, len(batch)), length), np.int32
-    )
+    tokens = np.zeros(size, np.int32)
     counts = np.zeros(len(tokens), np.int32)
     for n, move in enumerate(batch):
       tokens[n, : len(move.tokens)] = move.tokens
@@ -264,7 +259,7 @@ class SlotCache:
     held = [n for n in self.prefixes.drop(rows, length) if n < self.rows]
     old = self.slots
     self.allocate(rows, length)
-    size = self._batch_buckets[-1]
+    size = self._row_batch
     for start in range(0, len(held), size):
       batch = held[start : start + size]
       moved = self._programs.take(old, self._indices(batch, 0))
@@ -279,64 +274,58 @@ def _agents(moves: list[prefix_cache.Move], count: int) -> np.ndarray:
   return agents
 
 
-def prefill_rows(platform: str) -> int:
-  """Returns how many prompts a copy of the model prefills at once, at most.
+def prefill_sizes(
+  prompt_buckets: Sequence[int], shards: int, num_slots: int, platform: str
+) -> tuple[tuple[int, int], ...]:
+  """Returns the ascending (rows, length) of prefills.
 
-  Args:
-    platform: 'cpu', 'gpu' or 'tpu'.
-  """
-  # 4 prompts fill a GPU. On a CPU, activations of more exceed its caches.
-  return 8 if platform == 'tpu' else 4
-
-
-def prefill_lengths(
-  prompt_buckets: Sequence[int], platform: str
-) -> tuple[int, ...]:
-  """Returns the ascending lengths that prompts are padded to.
-
-  Accelerators also have three quarters of each bucket, because padding costs
-  more than the compilation of a few programs.
+  A copy of the model prefills one prompt or a few at once. Accelerators also
+  have three quarters of the first bucket, which most prompts need: padding
+  costs more than the compilation of two programs.
 
   Args:
     prompt_buckets: ascending lengths of the longest prompts in a cache.
+    shards: copies of the model.
+    num_slots: largest number of slots.
     platform: 'cpu', 'gpu' or 'tpu'.
   """
-  if platform == 'cpu':
-    return tuple(prompt_buckets)
-  between = (3 * size // 4 for size in prompt_buckets)
-  return tuple(sorted({*prompt_buckets, *between} - {0}))
+  # 4 prompts fill a GPU. On a CPU, activations of more exceed its caches.
+  most = min(shards * (8 if platform == 'tpu' else 4), num_slots)
+  lengths = {*prompt_buckets}
+  if platform != 'cpu':
+    lengths.add(max(1, 3 * prompt_buckets[0] // 4))
+  return tuple(sorted(set(itertools.product((shards, most), lengths))))
 
 
 def plan_batches(
-  lengths: Sequence[int], batch_sizes: Sequence[int], buckets: Sequence[int]
-) -> list[tuple[int, int]]:
+  lengths: Sequence[int], sizes: Sequence[tuple[int, int]]
+) -> list[tuple[int, tuple[int, int]]]:
   """Divides prompts into batches with the least padding.
 
-  A batch has one of a few sizes, and its prompts are padded to one of a few
-  lengths. The cheapest division of the first n prompts follows from those of
-  fewer prompts.
+  A batch has one of a few sizes. The cheapest division of the first n prompts
+  follows from those of fewer prompts.
 
   Args:
     lengths: ascending numbers of tokens.
-    batch_sizes: numbers of prompts in a batch, which may be padded.
-    buckets: ascending lengths of rows.
+    sizes: (prompts, length) of a batch; both may be padded.
 
   Returns:
-    (index after its last prompt, length of its rows) of each batch, in order.
+    (index after its last prompt, its size) of each batch, in order.
   """
-  # Of the first n prompts: (cost, prompts before the last batch, its length).
-  best = [(0, 0, 0)]
+  # Of the first n prompts: (cost, prompts before the last batch, its size).
+  best = [(0, 0, (0, 0))]
   for stop, longest in enumerate(lengths, start=1):
-    length = bucket(buckets, longest)
-    options = (
-      (max(stop - size, 0), size * length + _PREFILL_COST)
-      for size in batch_sizes
-    )
-    best.append(min((best[n][0] + cost, n, length) for n, cost in options))
+    options = []
+    for rows, length in sizes:
+      if length >= longest:
+        n = max(stop - rows, 0)
+        cost = best[n][0] + rows * length + _PREFILL_COST
+        options.append((cost, n, (rows, length)))
+    best.append(min(options))
   batches, stop = [], len(lengths)
   while stop:
-    _, start, length = best[stop]
-    batches.append((stop, length))
+    _, start, size = best[stop]
+    batches.append((stop, size))
     stop = start
   return batches[::-1]
 
