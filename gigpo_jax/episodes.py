@@ -15,7 +15,7 @@ import itertools
 import pathlib
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -348,17 +348,36 @@ class EpisodeDataset:
       KeyError: if the iteration or group is not in the set.
       ValueError: in one line, if a record is damaged.
     """
-    positions = self._positions(iteration)
-    if group is not None:
-      positions = [
-        n
-        for n in positions
-        if self._decode_at(n, episode_records.decode_group) == group
-      ]
-    if not positions:
-      raise KeyError(group)
+    if group is None:
+      return self.read_at(self._positions(iteration))
+    return self.read_at(self.positions(iteration)[group])
+
+  def read_at(self, positions: Iterable[int]) -> list[dict[str, Any]]:
+    """Returns the records at some positions in `source`.
+
+    Raises:
+      ValueError: in one line, if a record is damaged.
+    """
     decode = episode_records.decode
     return [self._decode_at(position, decode) for position in positions]
+
+  def positions(self, iteration: int) -> dict[int, list[int]]:
+    """Returns the positions in `source` of the records of each group.
+
+    Reads each record of the iteration once.
+
+    Args:
+      iteration: index of the iteration.
+
+    Raises:
+      KeyError: if the iteration is not in the set.
+      ValueError: in one line, if a record is damaged.
+    """
+    groups: dict[int, list[int]] = {}
+    for position in self._positions(iteration):
+      group = self._decode_at(position, episode_records.decode_group)
+      groups.setdefault(group, []).append(position)
+    return groups
 
   def groups(
     self, iteration: int, *, tokens: bool = True
@@ -375,13 +394,8 @@ class EpisodeDataset:
       KeyError: if the iteration is not in the set.
       ValueError: in one line, if a record is damaged.
     """
-    groups: dict[int, list[int]] = {}
-    for position in self._positions(iteration):
-      groups.setdefault(
-        self._decode_at(position, episode_records.decode_group), []
-      ).append(position)
     read = functools.partial(episode_records.decode, tokens=tokens)
-    for _, positions in sorted(groups.items()):
+    for _, positions in sorted(self.positions(iteration).items()):
       yield [self._decode_at(position, read) for position in positions]
 
   def __iter__(self) -> Iterator[dict[str, Any]]:

@@ -486,6 +486,134 @@ def test_anchor_highlights_steps_of_the_same_state(page):
   assert page.locator('#state').is_hidden()
 
 
+def test_the_numbers_are_those_of_the_records(page, workdir):
+  (group, *_), (steps, *_) = (
+    viewer.iteration(workdir, 2)['groups'],
+    viewer.steps(workdir, 2, 0),
+  )
+  assert page.locator('.episode[data-member="0"] .right').text_content() == (
+    f'return {group["episodes"][0]["return"]:.2f} · {len(steps)} steps'
+  )
+  cards = page.locator('.episode[data-member="0"] .step')
+  columns = {
+    'reward': 'reward',
+    'return': 'discounted_return',
+    'episode': 'episode_advantage',
+    'step': 'step_advantage',
+    'total': 'advantage',
+  }
+
+  def shown(text):
+    return float(text.replace('−', '-'))
+
+  for n, step in enumerate(steps):
+    chips = cards.nth(n).locator('.numbers span').all_text_contents()
+    assert len(chips) == len(columns)
+    for chip, (label, field) in zip(chips, columns.items(), strict=True):
+      assert chip.startswith(label)
+      assert shown(chip.removeprefix(label)) == pytest.approx(
+        step[field], abs=0.006
+      )
+  # Their states differ, so each test of a column has a chance to fail.
+  assert len({step['step_advantage'] for step in steps}) > 1
+  cards.first.locator('.anchor').click()
+  cells = page.locator('#state tbody tr').first.locator('td')
+  _, at, action, returned, advantage = cells.all_text_contents()
+  assert (int(at), action) == (0, steps[0]['action'])
+  for text, field in (
+    (returned, 'discounted_return'),
+    (advantage, 'step_advantage'),
+  ):
+    assert shown(text) == pytest.approx(steps[0][field], abs=0.006)
+
+
+def test_curves_show_the_metrics(served, tmp_path):
+  lines = [
+    {
+      'iteration': n,
+      'train/success_rate': n / 4,
+      'train/score': 2.5 - n,
+      'train/invalid_action_rate': 0.002 * n,
+    }
+    | ({} if n < 3 else {'eval/success_rate': 0.5})
+    for n in range(4)
+  ]
+  with (tmp_path / 'metrics.jsonl').open('w') as file:
+    file.writelines(json.dumps(line) + '\n' for line in lines)
+  page = served(tmp_path)
+  success, score, invalid, _ = page.locator('.curve').all()
+
+  def points(chart):
+    path = chart.locator('path[d^="M"]').first.get_attribute('d')
+    return [tuple(map(float, x.split())) for x in re.split('[ML]', path)[1:]]
+
+  x, y = zip(*points(success), strict=True)
+  np.testing.assert_allclose(np.diff(x), (x[3] - x[0]) / 3, atol=0.2)
+  # From 0 % at the lower line of the grid to 100 % at the upper one.
+  grid = success.locator('line.grid')
+  bottom, top = (float(grid.nth(n).get_attribute('y1')) for n in (0, 1))
+  expected = [bottom + (top - bottom) * n / 4 for n in range(4)]
+  np.testing.assert_allclose(y, expected, atol=0.1)
+  dot = float(success.locator('circle').get_attribute('cy'))
+  assert dot == pytest.approx(expected[2], abs=0.1)
+  assert success.locator('.now').text_content() == '75.0% · eval 50.0%'
+  # A score may lie outside of [0, 1], and a rate far below 1 %.
+  assert score.locator('text').all_text_contents()[:2] == ['-50%', '250%']
+  assert all(top - 0.1 <= y <= bottom + 0.1 for _, y in points(score))
+  assert invalid.locator('text').all_text_contents()[:2] == ['0%', '0.69%']
+  success.locator('svg').hover(position={'x': x[1] * 0.9, 'y': 20})
+  assert re.fullmatch(r'iteration \d: .*%', page.text_content('#hint'))
+
+
+def test_the_address_keeps_selection_and_filters(page, address):
+  page.locator('#groups button').nth(1).click()
+  page.wait_for_url('**group=1')
+  page.go_back()
+  _expect_count(page, '[data-group="0"][aria-current="true"]', 1)
+  page.select_option('#outcome', 'success')
+  page.fill('#text', 'room 0')
+  page.wait_for_url('**outcome=success&text=room+0')
+  page.reload()
+  page.wait_for_selector('body[data-ready]')
+  assert page.input_value('#outcome') == 'success'
+  assert page.input_value('#text') == 'room 0'
+  page.evaluate("location.hash = '#iteration=0&group=1'")
+  _expect_count(page, '[data-group="1"][aria-current="true"]', 1)
+  assert page.input_value('#iteration') == '0'
+  assert page.input_value('#text') == ''
+
+
+def test_a_failed_request_is_repeated(served, workdir):
+  page = served(workdir)
+  page.route('**/iterations/2/1.json', lambda route: route.abort())
+  page.locator('#groups button').nth(1).click()
+  page.wait_for_selector('#group .error')
+  page.unroute('**/iterations/2/1.json')
+  page.locator('#groups button').nth(1).click()
+  page.wait_for_selector('.episode.broken')
+
+
+def test_the_browser_finds_all_responses(page):
+  responses = page.locator('.response').all_text_contents()
+  assert len(responses) > 5 and all('I want ☕' in x for x in responses)
+
+
+def test_texts_unfold_and_groups_keep_the_focus_by_keyboard(page):
+  observation = page.locator('.observation').first
+  observation.focus()
+  page.keyboard.press('Enter')
+  assert 'open' in observation.get_attribute('class')
+  page.locator('#groups button').nth(1).focus()
+  page.keyboard.press('Enter')
+  page.wait_for_selector('.episode.broken')
+  focused = 'document.activeElement.dataset.group'
+  page.wait_for_function(f'{focused} === "1"')
+  page.focus('#metric')
+  for _ in range(2):
+    page.keyboard.press('ArrowDown')
+  assert page.evaluate('document.activeElement.id') == 'metric'
+
+
 def _expect_count(page, selector, count):
   """Waits until the selector matches `count` elements."""
   expect = pytest.importorskip('playwright.sync_api').expect
@@ -614,7 +742,7 @@ def test_a_conversation_in_the_page(served, workdir, monkeypatch):
 
   def as_conversation(*args):
     *others, last = steps(*args)
-    call = {'calls': [['<b>add', '{"a": [1]}']], 'problem': 'no partner'}
+    call = {'calls': [['<b>add', {'a': '[1]'}]], 'problem': 'no partner'}
     changes = ({}, call, {'continues': 0}, {'continues': 2})
     return [*others, [a | b for a, b in zip(last, changes, strict=True)]]
 
@@ -730,7 +858,7 @@ def test_a_turn_shows_its_new_messages_and_tool_calls(workdir):
   assert three['messages'] == [('tool', '3')]
   assert [step['continues'] for step in (one, two, three)] == [None, None, 0]
   assert three['new_tokens'] < three['prompt_tokens'] == len(result)
-  assert one['calls'] == [['<b>add', '{"a": [1]}']]
+  assert one['calls'] == [['<b>add', {'a': '[1]'}]]
   assert 'no partner' in two['problem'] and not two['calls']
   plain = dataclasses.replace(decoder, start=None)
   (message,) = plain.messages(text.encode(['Hi.'])[0])

@@ -10,7 +10,6 @@ requests.
 """
 
 import base64
-import contextlib
 import dataclasses
 import functools
 import gzip
@@ -127,10 +126,27 @@ def steps(
     ValueError: in one line, if the episodes cannot be read.
   """
   for episode_set in _sets_with(workdir, number):
-    with contextlib.suppress(KeyError):
-      records = episode_set.read(number, group)
+    folder = episode_set.directory
+    changed = (folder / episodes.INFO).stat().st_mtime_ns
+    if positions := _positions(folder, number, changed).get(group):
+      records = episode_set.read_at(positions)
       return _steps(records, _make_decoder(episode_set))
   raise KeyError(group)
+
+
+@functools.lru_cache(maxsize=64)
+def _positions(
+  folder: pathlib.Path, number: int, changed: int
+) -> dict[int, list[int]]:
+  """Returns the positions of each group; a text search needs all groups.
+
+  Args:
+    folder: folder of a set.
+    number: index of the iteration.
+    changed: when the set was last changed.
+  """
+  del changed  # Only a part of the cache's key.
+  return episodes.open_dataset(folder).positions(number)
 
 
 def _iteration(number: int, groups: list[dict[str, Any]]) -> dict[str, Any]:
@@ -285,7 +301,11 @@ def _step(
       'messages': decoder.messages(step['prompt_ids'][size:]),
       'new_tokens': len(step['prompt_ids']) - size,
       'prompt_tokens': len(step['prompt_ids']),
-      'calls': [[call.name, _json(call.arguments)] for call in calls.calls],
+      # JavaScript would round large integers, so values are JSON texts.
+      'calls': [
+        [call.name, {k: _json(v) for k, v in call.arguments.items()}]
+        for call in calls.calls
+      ],
       'problem': calls.problem,
       'tokens': spans(
         decoder.piece,
@@ -415,7 +435,7 @@ def export(
       'an earlier export'
     )
   run = summary(workdir)
-  selected = list(iterations) or run['iterations']
+  selected = sorted(set(iterations)) or run['iterations']
   for number in selected:
     if number not in run['iterations']:
       kept = ', '.join(map(str, run['iterations'])) or 'none'

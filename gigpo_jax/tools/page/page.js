@@ -11,7 +11,6 @@ const charts = [
   { title: 'episode length (steps)', train: 'train/episode_length' },
   { title: 'invalid actions', train: 'train/invalid_action_rate', percent: true },
 ];
-let chosenMetric = 'loss/entropy';
 
 const find = (id) => document.getElementById(id);
 
@@ -89,7 +88,8 @@ function format(value, percent) {
 function scaleOf(chart, lines) {
   const values = lines.flat().map((point) => point[1]);
   let low = Math.min(...values), high = Math.max(...values);
-  if (chart.percent) { low = 0; high = Math.max(high, 0.05) > 0.5 ? 1 : high * 1.15 || 1; }
+  // Shares fill the axis from 0; scores may lie outside of [0, 1].
+  if (chart.percent) { low = Math.min(low, 0); high = high > 0.5 ? Math.max(high, 1) : high * 1.15 || 1; }
   if (low === high) { low -= Math.abs(low) / 2 || 0.5; high += Math.abs(high) / 2 || 0.5; }
   const all = run.metrics.map((line) => line.iteration);
   const first = Math.min(...all), last = Math.max(...all, first + 1);
@@ -101,7 +101,8 @@ function scaleOf(chart, lines) {
   };
 }
 
-function drawCurve(chart, title) {
+// Returns what the chart shows at the selected iteration, and the chart.
+function drawCurve(chart) {
   const train = series(chart.train), held = chart.held ? series(chart.held) : [];
   const low = chart.low ? series(chart.low) : [], high = chart.high ? series(chart.high) : [];
   const scale = scaleOf(chart, [train, held, low, high]);
@@ -112,7 +113,7 @@ function drawCurve(chart, title) {
     const y = scale.y(value);
     svg.append(make('line', { class: 'grid', x1: LEFT, x2: WIDTH - 6, y1: y, y2: y }));
     svg.append(make('text', { x: LEFT - 4, y: y + 3, 'text-anchor': 'end' },
-      chart.percent ? `${Math.round(100 * value)}%` : format(value)));
+      chart.percent ? `${+(100 * value).toFixed(Math.abs(value) < 0.1 ? 2 : 0)}%` : format(value)));
   }
   for (const i of [scale.first, scale.last]) {
     svg.append(make('text', { x: scale.x(i), y: HEIGHT - 2, 'text-anchor': i === scale.first ? 'start' : 'end' }, `${i}`));
@@ -129,37 +130,50 @@ function drawCurve(chart, title) {
     const x = scale.x(now.iteration);
     svg.append(make('line', { class: 'cursor', x1: x, x2: x, y1: 3, y2: HEIGHT - BOTTOM }));
   }
-  const value = (points) => {
-    const point = points.find(([i]) => i === now.iteration);
-    return point ? format(point[1], chart.percent) : null;
-  };
-  const labels = [value(train), held.length ? value(held) && `eval ${value(held)}` : null].filter(Boolean);
-  svg.addEventListener('click', (event) => {
+  const values = (i) => [[train, ''], [held, 'eval ']].flatMap(([points, label]) => {
+    const point = i === null ? points.at(-1) : points.find(([other]) => other === i);
+    return point ? [label + format(point[1], chart.percent)] : [];
+  }).join(' · ');
+  const nearest = (event, iterations) => {
     const box = svg.getBoundingClientRect();
     const wanted = scale.at((event.clientX - box.left) / box.width * WIDTH);
-    const near = run.iterations.slice().sort((a, b) => Math.abs(a - wanted) - Math.abs(b - wanted))[0];
+    return iterations.slice().sort((a, b) => Math.abs(a - wanted) - Math.abs(b - wanted))[0];
+  };
+  svg.addEventListener('mousemove', (event) => {
+    const near = nearest(event, [...train, ...held].map(([i]) => i));
+    svg.dataset.hint = `iteration ${near}: ${values(near)}`;
+    showHint(svg);
+  });
+  svg.addEventListener('click', (event) => {
+    const near = nearest(event, run.iterations);
     if (near !== undefined) choose(near);
   });
-  return make('figure', { class: 'curve' },
-    make('header', {}, title, make('span', { class: 'now' }, labels.join(' · '))), svg);
+  return [make('span', { class: 'now' }, values(now.iteration)), svg];
 }
 
 function drawCurves() {
   const known = [...new Set(run.metrics.flatMap((line) =>
     Object.keys(line).filter((name) => Number.isFinite(line[name]))))]
     .filter((name) => name !== 'iteration').sort();
-  const figures = charts
+  find('charts').replaceChildren(...charts
     .filter((chart) => known.includes(chart.train))
-    .map((chart) => drawCurve(chart, make('b', {}, chart.title)));
-  if (known.length) {
-    if (!known.includes(chosenMetric)) chosenMetric = known.find((name) => name.startsWith('loss/')) || known[0];
-    const select = make('select', { 'aria-label': 'metric', id: 'metric' },
-      ...known.map((name) => make('option', { value: name }, name)));
-    select.value = chosenMetric;
-    select.addEventListener('change', () => { chosenMetric = select.value; drawCurves(); });
-    figures.push(drawCurve({ train: chosenMetric }, select));
+    .map((chart) => {
+      const [value, svg] = drawCurve(chart);
+      return make('figure', { class: 'curve' }, make('header', {}, make('b', {}, chart.title), value), svg);
+    }));
+  // The list of metrics stays, so that it keeps the focus.
+  const select = find('metric');
+  if (select.length !== known.length) {
+    const first = known.includes('loss/entropy') ? 'loss/entropy' : known.find((name) => name.startsWith('loss/'));
+    const chosen = select.value || first;
+    select.replaceChildren(...known.map((name) => make('option', { value: name }, name)));
+    if (known.includes(chosen)) select.value = chosen;
   }
-  find('curves').replaceChildren(...figures);
+  find('chosen').hidden = !known.length;
+  if (!known.length) return;
+  const [value, svg] = drawCurve({ train: select.value });
+  find('chosen').querySelector('.now').replaceWith(value);
+  find('chosen').querySelector('svg').replaceWith(svg);
 }
 
 // Selection of iteration, group and episodes.
@@ -192,7 +206,8 @@ function matching(group, wanted) {
 // search.
 function loadSteps(group) {
   const fill = (steps) => group.episodes.forEach((episode, n) => { episode.steps = steps[n]; });
-  group.loading ||= load(`iterations/${now.data.iteration}/${group.group}`).then(fill);
+  group.loading ||= load(`iterations/${now.data.iteration}/${group.group}`).then(fill)
+    .catch((error) => { group.loading = null; throw error; }); // The next click tries again.
   return group.loading;
 }
 
@@ -208,6 +223,7 @@ async function drawGroups() {
     if (wanted.text) await Promise.all(data.groups.map(loadSteps));
     const shown = data.groups.filter((group) => matching(group, wanted).length);
     if (!shown.some((group) => group.group === now.group) && shown.length) now.group = shown[0].group;
+    remember();
     const chosen = shown.find((group) => group.group === now.group);
     if (chosen) await loadSteps(chosen);
     if (request !== now.request) return; // A newer request has replaced this one.
@@ -223,16 +239,18 @@ function fail(error) {
 }
 
 function listGroups(shown) {
+  const focused = find('groups').contains(document.activeElement);
   find('groups').replaceChildren(...shown.map((group) =>
     make('li', {}, make('button', {
       'aria-current': String(group.group === now.group), 'data-group': group.group,
-      onclick: () => { now.group = group.group; remember(); return drawGroups(); },
+      onclick: () => { now.group = group.group; remember('pushState'); return drawGroups(); },
     },
     make('span', { class: 'title' },
       make('span', { class: 'kind' }, words(group.kind || group.task)),
       make('small', {}, words(group.task))),
     make('span', { class: 'dots' }, ...(group.teacher ? [] : group.episodes.map(dot)))))));
   if (!shown.length) find('groups').append(make('li', { class: 'none' }, 'No episode matches the filters.'));
+  if (focused) find('groups').querySelector('[aria-current=true]')?.focus();
 }
 
 function drawGroup(group, wanted) {
@@ -319,13 +337,21 @@ const seen = new IntersectionObserver((entries) => {
   }
 }, { rootMargin: '500px' });
 
+// Attributes of an element that a click or the Enter key activates.
+const pressable = (act) => ({
+  tabindex: 0, onclick: act,
+  onkeydown: (event) => { if (event.key === 'Enter' && event.target === event.currentTarget) act(event); },
+});
+
+const unfold = pressable((event) => {
+  if (!getSelection().toString()) event.currentTarget.classList.toggle('open');
+});
+
 function drawStep(episode, step, n, states) {
-  const open = (event) => {
-    if (!getSelection().toString()) event.currentTarget.classList.toggle('open');
-  };
-  const response = make('div', { class: 'response', onclick: open });
+  const response = make('div', { class: 'response', ...unfold });
   if (step.advantage) response.style.borderLeftColor = `rgb(var(${step.advantage > 0 ? '--above' : '--below'}))`;
-  response.textContent = ' ';
+  // Complete text from the start, so that the browser's search finds it.
+  response.append(words(step.tokens.map(([text]) => text).join('')));
   response.tokens = step.tokens;
   seen.observe(response);
   const prompt = make('details', { class: 'prompt' }, make('summary', {}, step.new_tokens < step.prompt_tokens
@@ -351,14 +377,14 @@ function drawStep(episode, step, n, states) {
       step.valid ? null : make('span', { class: 'badge bad' }, 'invalid'),
       step.truncated ? make('span', { class: 'badge' }, 'truncated') : null,
       step.prompt_shortened ? make('span', { class: 'badge' }, 'prompt shortened') : null),
-    make('p', { class: 'observation', onclick: open }, words(step.observation)),
+    make('p', { class: 'observation', ...unfold }, words(step.observation)),
     response,
     step.calls.length || step.problem ? make('div', { class: 'calls' },
       ...step.calls.map(drawCall), step.problem ? make('span', { class: 'badge bad' }, words(step.problem)) : null) : null,
     make('div', { class: 'numbers' },
       make('span', {}, make('i', {}, 'reward'), number(step.reward)),
       step.discounted_return === null ? null
-        : make('span', { 'data-hint': 'discounted return from this step on' }, make('i', {}, 'return'), number(step.discounted_return)),
+        : make('span', { 'data-hint': 'discounted return from this step on, with the penalty of an invalid action' }, make('i', {}, 'return'), number(step.discounted_return)),
       step.episode_advantage === null ? null : chip('episode', step.episode_advantage, 'episode advantage: compared with the group'),
       step.step_advantage === null ? null : chip('step', step.step_advantage, 'step advantage: compared with steps from the same state'),
       step.advantage === null ? null : chip('total', step.advantage, 'total advantage: used in training')),
@@ -372,7 +398,7 @@ function drawMessage([role, text]) {
 }
 
 function drawCall([name, given]) {
-  const values = Object.entries(JSON.parse(given)).map(([key, value]) => `${key}: ${JSON.stringify(value)}`);
+  const values = Object.entries(given).map(([key, value]) => `${key}: ${value}`);
   return make('code', { class: 'call', 'data-hint': 'tool call' }, words(`${name}(${values.join(', ')})`));
 }
 
@@ -405,7 +431,7 @@ function mark(state, quiet, same = []) {
   const row = ({ episode, step, n }) => {
     const advantage = make('td', { class: 'number' }, signed(step.step_advantage));
     if (step.step_advantage) advantage.style.background = shade(step.step_advantage, step.step_advantage > 0 ? '--above' : '--below');
-    return make('tr', { onclick: () => visit(stepId(episode, n)) },
+    return make('tr', pressable(() => visit(stepId(episode, n))),
       make('td', {}, `${episode.member}`, ' ', dot(episode)), make('td', { class: 'number' }, `${n}`),
       make('td', { class: 'words' }, words(step.action)),
       make('td', { class: 'number' }, number(step.discounted_return)), advantage);
@@ -439,7 +465,7 @@ function drawSelection() {
   find('after').disabled = at >= run.iterations.length - 1;
 }
 
-async function choose(iteration, group = 0) {
+async function choose(iteration, group = 0, kind = find('kind').value) {
   now.iteration = iteration;
   now.group = group;
   drawSelection();
@@ -456,16 +482,31 @@ async function choose(iteration, group = 0) {
     return;
   }
   const taskTypes = [...new Set(now.data.groups.map((g) => g.kind))].sort();
-  const select = find('kind'), before = select.value;
+  const select = find('kind');
   select.replaceChildren(make('option', { value: '' }, 'all'), ...taskTypes.map((t) => make('option', { value: t }, words(t))));
-  select.value = taskTypes.includes(before) ? before : '';
-  remember();
+  select.value = taskTypes.includes(kind) ? kind : '';
+  remember(location.hash ? 'pushState' : 'replaceState');
   await drawGroups();
 }
 
-function remember() {
+// The page's address holds the selection and the filters.
+
+function remember(change = 'replaceState') {
   if (location.protocol === 'about:') return; // In the iframe of a notebook.
-  history.replaceState(null, '', `#iteration=${now.iteration}&group=${now.group}`);
+  const selection = { iteration: now.iteration, group: now.group, ...filters() };
+  const given = Object.entries(selection).filter(([, value]) => value !== '' && value !== false);
+  const hash = `#${new URLSearchParams(given)}`;
+  if (hash !== location.hash) history[change](null, '', hash);
+}
+
+// Show what the address names; without an iteration, the last one.
+function restore() {
+  const given = new URLSearchParams(location.hash.slice(1));
+  for (const name of ['outcome', 'text']) find(name).value = given.get(name) ?? '';
+  find('invalid').checked = given.has('invalid');
+  const wanted = Number(given.get('iteration') ?? NaN);
+  const iteration = run.iterations.includes(wanted) ? wanted : run.iterations.at(-1);
+  return choose(iteration, Number(given.get('group') || 0), given.get('kind') ?? '');
 }
 
 function move(by) {
@@ -512,20 +553,24 @@ function listen() {
   find('iteration').addEventListener('change', (event) => choose(Number(event.target.value)));
   find('filters').addEventListener('submit', (event) => event.preventDefault());
   find('filters').addEventListener('input', () => { if (now.data) drawGroups(); });
+  find('metric').addEventListener('change', drawCurves);
+  addEventListener('hashchange', () => { if (run.iterations.length) restore(); });
   document.addEventListener('keydown', (event) => {
     if (event.target.matches('input, select') || event.ctrlKey || event.metaKey) return;
     const act = { '[': () => move(-1), ']': () => move(1), j: () => moveGroup(1), k: () => moveGroup(-1), Escape: () => mark(null) }[event.key];
     if (act) act();
   });
-  document.addEventListener('mouseover', (event) => {
-    const over = event.target.closest && event.target.closest('[data-hint]'), hint = find('hint');
-    hint.hidden = !over;
-    if (!over) return;
-    hint.textContent = over.dataset.hint;
-    const box = over.getBoundingClientRect();
-    hint.style.left = `${Math.max(4, Math.min(box.left, innerWidth - hint.offsetWidth - 8))}px`;
-    hint.style.top = `${box.top > 40 ? box.top - hint.offsetHeight - 5 : box.bottom + 5}px`;
-  });
+  document.addEventListener('mouseover', (event) => showHint(event.target.closest?.('[data-hint]')));
+}
+
+function showHint(over) {
+  const hint = find('hint');
+  hint.hidden = !over;
+  if (!over) return;
+  hint.textContent = over.dataset.hint;
+  const box = over.getBoundingClientRect();
+  hint.style.left = `${Math.max(4, Math.min(box.left, innerWidth - hint.offsetWidth - 8))}px`;
+  hint.style.top = `${box.top > 40 ? box.top - hint.offsetHeight - 5 : box.bottom + 5}px`;
 }
 
 async function start() {
@@ -539,14 +584,11 @@ async function start() {
     return;
   }
   drawRun();
-  const parameters = new URLSearchParams(location.hash.slice(1));
-  const wanted = Number(parameters.get('iteration'));
-  const last = run.iterations[run.iterations.length - 1];
-  if (last === undefined) {
+  if (!run.iterations.length) {
     find('group').replaceChildren(make('p', { class: 'none' },
       'This run kept no episodes; set --config.episodes.every=1 to keep the episodes of every iteration.'));
   } else {
-    await choose(parameters.has('iteration') && run.iterations.includes(wanted) ? wanted : last, Number(parameters.get('group') || 0));
+    await restore();
   }
   if (!exported()) setInterval(refresh, 15000);
   document.body.dataset.ready = 'true';
