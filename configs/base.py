@@ -569,7 +569,8 @@ def _sft_section() -> ml_collections.ConfigDict:
   # episodes_per_group episodes, then training on the successful ones. 0: none.
   sft.rounds = 0
   sft.rollouts = 1  # in a round
-  sft.only_successful = True  # episodes of sft.data and of rounds
+  # Imitate only successful episodes of sft.data and of rounds.
+  sft.only_successful = True
   sft.num_episodes = 2000
   sft.noise = 0.0  # probability of a random action per step
   sft.epochs = 1
@@ -577,9 +578,10 @@ def _sft_section() -> ml_collections.ConfigDict:
   sft.warmup_updates = 0
   sft.decay = True  # linear, of the learning rate to zero
   sft.minibatch_rows = 128
-  # Rows between two lines of metrics; with dpo, every update has a line.
+  # Rows between two lines of metrics, at least sft.minibatch_rows; the last
+  # update before a line may have fewer. With dpo, every update has a line.
   sft.report_rows = 6400
-  # True trains on responses only; False also trains on prompts.
+  # True trains on responses only; False also trains on an expert's prompts.
   sft.completion_only = True
   # '': start from model.path. 'scratch': new tokenizer and weights.
   sft.init = ''

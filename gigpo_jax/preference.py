@@ -75,10 +75,6 @@ def check(values: Mapping[str, Any]) -> None:
     raise ValueError(
       'data=: sft.loss=dpo needs a folder of episodes, or sft.rounds above 0'
     )
-  if not values['completion_only']:
-    raise ValueError(
-      'completion_only=False: sft.loss=dpo compares responses; must be True'
-    )
   if _SEGMENTS * turns > rows:
     raise ValueError(
       f'segment_turns={turns}: a pair has twice as many rows; must be at most '
@@ -87,7 +83,7 @@ def check(values: Mapping[str, Any]) -> None:
 
 
 def make_pairs(
-  episodes: Sequence[dict[str, Any]], segment_turns: int
+  episodes: Sequence[dict[str, Any]], segment_turns: int, *, team: bool
 ) -> list[Pair]:
   """Returns the pairs of recorded episodes.
 
@@ -98,12 +94,13 @@ def make_pairs(
   Args:
     episodes: records of episodes; see `episode_records`.
     segment_turns: largest number of turns of a segment.
+    team: whether the rewards of all agents count, instead of the agent's own.
   """
   by_state: dict[tuple, list[_Continuation]] = {}
   for episode in episodes:
     if not episode['failure']:
       task = episode['task_split'], episode['task_index']
-      for state, continuation in _continuations(episode['steps']):
+      for state, continuation in _continuations(episode['steps'], team):
         by_state.setdefault((*task, *state), []).append(continuation)
   pairs = []
   for others in by_state.values():
@@ -121,20 +118,18 @@ def make_pairs(
 
 
 def _continuations(
-  steps: Sequence[Step],
+  steps: Sequence[Step], team: bool
 ) -> Iterator[tuple[tuple[str, str], _Continuation]]:
   """Yields each (agent, anchor) of an episode and what follows it."""
-  by_agent: dict[str, list[Step]] = {}
-  for step in steps:
-    if not step['is_last']:
-      by_agent.setdefault(step['agent'], []).append(step)
-  for agent, own in by_agent.items():
-    seen = set()
-    for t, step in enumerate(own):
-      if step['anchor'] not in seen:
-        seen.add(step['anchor'])
-        value = float(np.sum([s['reward'] for s in own[t:]]))
-        yield (agent, step['anchor']), _Continuation(tuple(own[t:]), value)
+  taken = [step for step in steps if not step['is_last']]
+  visited = set()
+  for t, step in enumerate(taken):
+    state = step['agent'], step['anchor']
+    if state not in visited:
+      visited.add(state)
+      own = [s for s in taken[t:] if s['agent'] == step['agent']]
+      rewards = [s['reward'] for s in (taken[t:] if team else own)]
+      yield state, _Continuation(tuple(own), float(np.sum(rewards)))
 
 
 @dataclasses.dataclass(frozen=True)

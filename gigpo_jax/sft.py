@@ -3,9 +3,9 @@
 Starts from a checkpoint, or from scratch: then it trains a tokenizer and
 initializes weights on the environment's text. With `sft.noise` the expert errs
 at a given rate, which yields a policy of a chosen strength that RL can improve.
-With `sft.data` the run imitates recorded episodes, token by token. If it uses
-only successful ones, this is rejection-sampling fine-tuning. With
-`sft.loss=dpo` it learns from pairs of recorded episodes; see `preference`.
+With `sft.data` the run imitates the responses of recorded episodes, token by
+token. If it uses only successful ones, this is rejection-sampling fine-tuning.
+With `sft.loss=dpo` it learns from pairs of recorded episodes; see `preference`.
 """
 
 import contextlib
@@ -104,6 +104,11 @@ class Options:
     options.check(self)
     if self.loss == 'dpo':
       preference.check(vars(self))
+    elif self.report_rows < self.minibatch_rows:
+      raise ValueError(
+        f'report_rows={self.report_rows}: an update has '
+        f'sft.minibatch_rows={self.minibatch_rows} rows; must be at least that'
+      )
 
 
 def warm_start(config: ml_collections.ConfigDict, workdir: str) -> None:
@@ -287,7 +292,8 @@ def demonstration_rows(
   """Returns demonstrations as rows, each step its own episode.
 
   Without `sft.completion_only`, everything but a row's first token is its
-  completion, and a conversation is one row.
+  completion, and a conversation is one row. Prompts beyond the limit are
+  treated as in a rollout.
 
   Args:
     config: the experiment.
@@ -295,21 +301,34 @@ def demonstration_rows(
     shown: the expert's episodes.
 
   Raises:
-    ValueError: in one line, if a response exceeds the token limit.
+    ValueError: in one line, if a response exceeds the token limit, or a prompt
+      with rollout.prompt_overflow=error.
   """
   if config_lib.is_conversation(config):
     prompts, responses = _conversations(config, text, shown)
   else:
     pairs = list(itertools.chain.from_iterable(shown))
     inputs = [observation.prompt for observation, _ in pairs]
+    short = [observation.short_prompt for observation, _ in pairs]
     fitted = text.fit(
       inputs,
-      inputs,
+      [one or other for one, other in zip(short, inputs, strict=True)],
       max_tokens=config.rollout.max_prompt_tokens,
-      policy='truncate_left',
+      policy=config.rollout.prompt_overflow,
     )
-    prompts = [ids for ids, _ in fitted]
-    responses = _encode_responses(config, text, pairs)
+    if shortened := sum(is_short for _, is_short in fitted):
+      console.log(
+        f'{shortened} of {len(fitted)} prompts exceed rollout.max_prompt_tokens'
+      )
+    kept = [n for n, (ids, _) in enumerate(fitted) if ids is not None]
+    prompts = [fitted[n][0] for n in kept]
+    kept_pairs = [pairs[n] for n in kept]
+    responses = _encode_responses(config, text, kept_pairs) if kept else []
+  if not prompts:
+    raise ValueError(
+      f'rollout.max_prompt_tokens={config.rollout.max_prompt_tokens}: every '
+      'first prompt is longer; must be larger'
+    )
   return _pack_rows(config, prompts, responses)
 
 
@@ -353,11 +372,6 @@ def _conversations(
     start = 0 if config.sft.completion_only else max(len(ids) - 1, 0)
     prompts += ids[start:]
     completions += own[start : len(ids)]
-  if not prompts:
-    raise ValueError(
-      f'rollout.max_prompt_tokens={limit}: the first message of every '
-      'conversation is longer; must be larger'
-    )
   return prompts, completions
 
 
@@ -423,7 +437,9 @@ def pair_rows(
     ValueError: in one line, if there is no pair, the tokens are from another
       tokenizer, or a step exceeds the token limits.
   """
-  pairs = preference.make_pairs(kept, config.sft.segment_turns)
+  pairs = preference.make_pairs(
+    kept, config.sft.segment_turns, team=config.reward.agents == 'team'
+  )
   if not pairs:
     raise ValueError(
       f'sft.data={config.sft.data}: no two of {len(kept.source)} episodes '
@@ -507,7 +523,7 @@ def _pack_rows(
   responses: list[np.ndarray],
 ) -> batch.Rows:
   """Returns prompts and responses as rows, each its own episode."""
-  if not config.sft.completion_only:
+  if not _completion_only(config):
     responses = [
       np.concatenate([prompt[1:], response])
       for prompt, response in zip(prompts, responses, strict=True)
@@ -523,11 +539,16 @@ def _pack_rows(
   )
 
 
+def _completion_only(config: ml_collections.ConfigDict) -> bool:
+  """Returns whether rows train on responses only, as all recorded ones do."""
+  return config.sft.completion_only or bool(config.sft.data)
+
+
 def _widths(config: ml_collections.ConfigDict) -> tuple[int, int]:
   """Returns the maximum numbers of prompt and of trained tokens in a row."""
   prompt = config.rollout.max_prompt_tokens
   completion = config.rollout.max_completion_tokens
-  if config.sft.completion_only:
+  if _completion_only(config):
     return prompt, completion
   return 1, prompt + completion - 1
 

@@ -467,12 +467,12 @@ def test_a_plan_has_whole_actions():
 def test_the_expert_plans_and_plays():
   env = envs.make('envs.alfworld.planner', generator={}, prompt_style='brief')
   task = base.Task('train', 1)
-  (prompt, plan), *steps = env.demonstrate(task, noise=0.0, seed=0)
-  assert env.reset(task).prompt == prompt
+  (first, plan), *steps = env.demonstrate(task, noise=0.0, seed=0)
+  assert env.reset(task) == first
   result = env.step(plan)
   assert result.valid
   for given, response in steps:
-    assert result.observation.prompt == given
+    assert result.observation == given
     result = env.step(response)
   assert result.success
   env.close()

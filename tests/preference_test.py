@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import types
 
 import jax
 import jax.numpy as jnp
@@ -58,7 +59,7 @@ def test_pairs_share_a_state_and_differ_in_reward():
     episode(step('a', 8), failure='hung: 3 s'),
     episode(step('a', 9, 20.0), task=1),
   ]
-  pairs = preference.make_pairs(episodes, segment_turns=2)
+  pairs = preference.make_pairs(episodes, segment_turns=2, team=True)
   # In a: best (10) against worst (0), the middle one is left. In b: 10 and 0;
   # the second one has a single turn.
   assert responses(pairs) == [([1, 2], [4, 5]), ([2], [6])]
@@ -72,7 +73,26 @@ def test_pairs_of_equal_rewards_or_responses_are_left_out():
     episode(step('a', 5), step('c', 2, 5.0)),
   ]
   # In a, 10 and 0 begin with response 1, and 5 is not above 5.
-  assert responses(preference.make_pairs(episodes, 9)) == [([2], [3])]
+  pairs = preference.make_pairs(episodes, 9, team=True)
+  assert responses(pairs) == [([2], [3])]
+
+
+def test_pairs_are_of_one_task_and_differ_anywhere_in_the_response():
+  others = [
+    episode(step('a', 1, 10.0)),
+    episode(step('a', 2, 0.0)) | {'task_split': 'test'},
+  ]
+  assert preference.make_pairs(others, 9, team=True) == []
+  longer = [
+    episode(
+      step('a', 1) | {'completion_ids': np.array([1, last], np.int32)},
+      *(step(f'{last}{n}', 3) for n in range(4)),
+      # A reward counts however late it is.
+      step('end', 3, float(last)),
+    )
+    for last in (5, 6)
+  ]
+  assert responses(preference.make_pairs(longer, 1, team=True)) == [([1], [1])]
 
 
 def test_rounding_errors_of_equal_returns_make_no_pair():
@@ -81,7 +101,7 @@ def test_rounding_errors_of_equal_returns_make_no_pair():
     episode(step('a', 1, -0.1), step('b', 2, -0.1), step('c', 3, 0.9)),
     episode(step('a', 4, 0.9), step('d', 2, -0.1), step('e', 3, -0.1)),
   ]
-  assert preference.make_pairs(episodes, 9) == []
+  assert preference.make_pairs(episodes, 9, team=True) == []
 
 
 def test_agents_are_compared_with_themselves():
@@ -89,8 +109,25 @@ def test_agents_are_compared_with_themselves():
     episode(step('a', 1, 1.0, 'x'), step('a', 2, 0.0, 'y')),
     episode(step('a', 3, 0.0, 'x'), step('a', 4, 1.0, 'y')),
   ]
-  pairs = preference.make_pairs(episodes, 9)
+  pairs = preference.make_pairs(episodes, 9, team=False)
   assert responses(pairs) == [([1], [3]), ([4], [2])]
+  # In the sum of both, the first state has no better episode.
+  pairs = preference.make_pairs(episodes, 9, team=True)
+  assert responses(pairs) == [([4], [2])]
+
+
+def test_the_rewards_of_a_team_are_those_of_each_agent():
+  episodes = [
+    episode(step('a', 1, 0.0, 'x'), step('b', 2, reward, 'y'))
+    | {'success': bool(reward)}
+    for reward in (1.0, 0.0)
+  ]
+  episodes[1]['steps'][0]['completion_ids'] = np.array([3], np.int32)
+  episodes[1]['steps'][1]['completion_ids'] = np.array([4], np.int32)
+  pairs = preference.make_pairs(episodes, 9, team=True)
+  assert responses(pairs) == [([1], [3]), ([2], [4])]
+  pairs = preference.make_pairs(episodes, 9, team=False)
+  assert responses(pairs) == [([2], [4])]
 
 
 def make_pair_rows(rows, lengths, *, beta=0.1, seed=0):
@@ -214,6 +251,8 @@ def test_updates_hold_whole_pairs():
   others = own.updates(epochs=2, most_rows=6, seed=1)
   orders = [[list(ids) for _, ids in x] for x in (updates, others)]
   assert orders[0] != orders[1]
+  first, second = ([ids for e, ids in updates if e == n] for n in range(2))
+  assert list(np.concatenate(first)) != list(np.concatenate(second))
   for epoch in range(2):
     ids = [ids for e, ids in updates if e == epoch]
     assert all(len(x) <= 6 for x in ids)
@@ -229,16 +268,7 @@ def test_updates_hold_whole_pairs():
   [
     ({}, 'sft.data=: sft.loss=dpo needs a folder'),
     (
-      {'data': 'x', 'completion_only': False},
-      'sft.completion_only=False: sft.loss=dpo',
-    ),
-    (
-      {
-        'data': 'x',
-        'completion_only': True,
-        'segment_turns': 9,
-        'minibatch_rows': 16,
-      },
+      {'data': 'x', 'segment_turns': 9, 'minibatch_rows': 16},
       'sft.segment_turns=9: .*at most half of sft.minibatch_rows=16',
     ),
     ({'data': 'x', 'beta': 0.0}, 'sft.beta=0.0: out of range'),
@@ -258,6 +288,62 @@ def test_episodes_without_pairs_are_refused():
   episodes = type('Set', (list,), {'source': [1]})([episode(step('a', 1))])
   with pytest.raises(ValueError, match='sft.data=: no two of 1 episodes'):
     sft.pair_rows(own, None, episodes)
+
+
+def test_a_warm_start_compares_with_its_first_policy(monkeypatch, tmp_path):
+  """Runs the loop with a learner whose log-probs change with each update."""
+  own = alfworld.get_config('tiny')
+  own.sft.update(loss='dpo', minibatch_rows=4, learning_rate=0.25)
+  own.loss.aggregation = 'sequence_mean'
+  rows = tiny_learner.make_rows(8, row_multiple=8)
+  pairs = make_pair_rows(rows, [(2, 2), (2, 2)], beta=0.5)
+  pairs = dataclasses.replace(pairs, ref_log_probs=0 * pairs.ref_log_probs)
+  seen, written = [], []
+
+  class Learner:
+    base: dict = {}
+
+    def init(self, params):
+      return types.SimpleNamespace(params=params)
+
+    def log_probs(self, params, rows):
+      change = params * rows.lengths[:, None] / 10
+      return np.where(rows.completion_mask, -1 + change, 0).astype(np.float32)
+
+    def update(self, state, rows, *, iteration, skipped_before, **columns):
+      seen.append((rows, columns))
+      metrics = dict.fromkeys(
+        [f'update/{x}in_row' for x in ('skipped_', 'most_skipped_')],
+        skipped_before,
+      )
+      metrics['loss/total'] = 0.0
+      return types.SimpleNamespace(params=state.params + 1), metrics
+
+  def make_learner(config, policy, loss):
+    assert config.loss.aggregation == 'token_mean'
+    assert config.optimizer.learning_rate == 0.25
+    assert config.optimizer.decay_updates == 2
+    assert isinstance(loss, preference.FirstOrder)
+    return Learner()
+
+  writer = types.SimpleNamespace(
+    write=lambda _, values: written.append(values), close=lambda: None
+  )
+  monkeypatch.setattr(sft.builders, 'make_learner', make_learner)
+  monkeypatch.setattr(sft.builders, 'make_writer', lambda *_: writer)
+  monkeypatch.setattr(sft.remat, 'resolve', lambda _, policy: policy)
+  monkeypatch.setattr(sft.lora, 'combine', lambda _, params: params)
+  policy = types.SimpleNamespace(load=lambda: 0)
+  assert sft._fit(own, policy, rows, pairs, str(tmp_path)) == 2
+  start = dataclasses.replace(pairs, ref_log_probs=Learner().log_probs(0, rows))
+  for n, (_, row_ids) in enumerate(pairs.updates(1, 4, own.seed)):
+    log_probs = Learner().log_probs(n, rows.take(row_ids))
+    columns, metrics = start.columns(row_ids, log_probs)
+    np.testing.assert_array_equal(seen[n][0].tokens, rows.tokens[row_ids])
+    for name, column in columns.items():
+      np.testing.assert_allclose(seen[n][1][name], column, rtol=1e-6)
+    assert written[n]['preference/margin'] == metrics['preference/margin']
+  assert written[0]['preference/margin'] == 0 != written[1]['preference/margin']
 
 
 def test_loss_and_margin_at_the_start():

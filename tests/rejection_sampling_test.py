@@ -1,13 +1,15 @@
 """Tests of rounds of rejection sampling."""
 
+import contextlib
 import pathlib
+import types
 
 import preloaded
 import pytest
 import small_runs
 
 from configs import alfworld
-from gigpo_jax import episodes, rejection_sampling, sft
+from gigpo_jax import episodes, mesh, rejection_sampling, rollout, sft
 
 
 def _config(rounds: int):
@@ -48,6 +50,43 @@ def test_each_round_starts_from_the_policy_before(tmp_path, calls):
   ]
   rates = [x['train/success_rate'] for x in small_runs.read_lines(tmp_path)]
   assert rates == [0.0, 0.25]
+
+
+def test_each_rollout_has_its_own_tasks_and_random_numbers(
+  monkeypatch, tmp_path
+):
+  config, calls = _config(rounds=2), []
+  config.sft.rollouts, config.evaluation.every = 2, 0
+
+  class Runner:
+    sampler = types.SimpleNamespace(release=lambda: None)
+
+    def run(self, params, tasks, *, stream, **_):
+      calls.append((tasks, stream))
+      return []
+
+  bundle = types.SimpleNamespace(
+    mesh=mesh.make_mesh(1, -1, 1),
+    tokenizer=None,
+    load=dict,
+    compile_together=lambda _: None,
+  )
+  parts = rejection_sampling.builders
+  monkeypatch.setattr(
+    rejection_sampling.model_builders, 'make_model_bundle', lambda _: bundle
+  )
+  for name in ('open_pool', 'make_scorer'):
+    monkeypatch.setattr(parts, name, lambda *_: contextlib.nullcontext())
+  monkeypatch.setattr(parts, 'make_runner', lambda *_: Runner())
+  for name in ('stop_if_failed', 'summarize'):
+    monkeypatch.setattr(rejection_sampling.metrics, name, lambda *_, **__: {})
+  monkeypatch.setattr(rejection_sampling.episodes, 'write', lambda *_, **__: 0)
+  for index in range(2):
+    rejection_sampling.sample(config, tmp_path, index)
+  stream = parts.make_task_sampler(config)
+  assert calls == [
+    (stream.at(position), (rollout.TRAIN, position)) for position in range(4)
+  ]
 
 
 def test_the_same_command_resumes_after_the_last_round(tmp_path, calls):

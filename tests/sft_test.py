@@ -230,6 +230,80 @@ def test_trained_tokens_of_a_conversation(tmp_path, completion_only):
     assert set(rows.prompt_lengths[rows.real]) == {1}
 
 
+def _shown(long, short):
+  """Returns a step with a long prompt, which may have a short one, and none."""
+  observation = base.Observation(long, short, 'a', long)
+  return [(observation, 'go'), (envs._observation('now'), 'look')]
+
+
+@pytest.mark.parametrize('short', ['now', ''])
+@pytest.mark.parametrize('overflow', ['drop_history', 'truncate_left', 'end'])
+def test_long_prompts_are_those_of_a_rollout(text, capsys, overflow, short):
+  config = _config()
+  config.sft.completion_only = True
+  config.rollout.max_prompt_tokens = 40
+  config.rollout.prompt_overflow = overflow
+  long = 'look around, ' * 30 + 'now'
+  rows = sft.demonstration_rows(config, text, [_shown(long, short)])
+  assert '1 of 2 prompts exceed' in capsys.readouterr().out
+  fitted = text.fit(
+    [long, 'now'], [short or long, 'now'], max_tokens=40, policy=overflow
+  )
+  prompts = [ids for ids, _ in fitted if ids is not None]
+  assert rows.real.sum() == len(prompts) == (1 if overflow == 'end' else 2)
+  for r, prompt in enumerate(prompts):
+    assert list(rows.tokens[r, : rows.prompt_lengths[r]]) == list(prompt)
+  response = [*text.encode(['look'])[0], *text.end_of_turn]
+  end = rows.lengths[len(prompts) - 1]
+  last = rows.tokens[len(prompts) - 1, :end]
+  assert list(last[-len(response) :]) == response
+
+
+def test_prompts_that_a_rollout_refuses_are_refused(text):
+  config = _config()
+  config.rollout.max_prompt_tokens = 40
+  shown = _shown('look around, ' * 30, '')
+  config.rollout.prompt_overflow = 'error'
+  with pytest.raises(ValueError, match='max_prompt_tokens=40: a prompt has'):
+    sft.demonstration_rows(config, text, [shown])
+  config.rollout.prompt_overflow = 'end'
+  with pytest.raises(ValueError, match='max_prompt_tokens=40: every first'):
+    sft.demonstration_rows(config, text, [shown[:1]])
+
+
+def test_each_epoch_has_each_row_once_in_an_order_of_its_own():
+  config = _config()
+  config.sft.update(epochs=2, report_rows=16)
+  rows = types.SimpleNamespace(real=np.arange(60) < 40)
+  orders = [[], []]
+  for epoch, row_ids in sft._report_chunks(config, rows):
+    assert len(row_ids) <= 16
+    orders[epoch] += list(row_ids)
+  assert all(sorted(order) == list(range(40)) for order in orders)
+  assert orders[0] != orders[1]
+  assert list(range(40)) not in orders
+
+
+def test_demonstrated_tasks_are_the_last_ones(monkeypatch):
+  config, shown = _config(), []
+
+  def demonstrate(task, **_):
+    shown.append(task.index)
+    return [('p', 'go')]
+
+  env = types.SimpleNamespace(demonstrate=demonstrate, close=lambda: None)
+  monkeypatch.setattr(envs, 'make', lambda *_, **__: env)
+  monkeypatch.setattr(envs, 'tasks', lambda *_, **__: range(5))
+  config.sft.num_episodes = 6
+  sft.demonstrations(config)
+  assert shown == [4, 3, 2, 1, 0, 4]
+
+
+def test_fewer_rows_in_a_report_than_in_an_update_are_refused():
+  with pytest.raises(ValueError, match='report_rows=8: an update has .*=16 '):
+    sft.Options(report_rows=8, minibatch_rows=16)
+
+
 def test_a_warm_start_lists_the_tools_of_a_conversation(tmp_path):
   config = _config()
   config.env.context = 'conversation'
@@ -303,7 +377,7 @@ class Episodes(list):
 @pytest.mark.parametrize('only_successful', [True, False])
 def test_episode_rows_hold_the_sampled_tokens(text, only_successful):
   config = _config()
-  config.sft.completion_only = True
+  assert not config.sft.completion_only  # For an expert's rows only.
   config.sft.update(data='set', only_successful=only_successful)
   episode_set = Episodes(text.fingerprint, False, True)
   rows = sft.imitated_rows(config, text, episode_set)

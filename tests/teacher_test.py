@@ -13,7 +13,8 @@ from tiny_learner import assert_trees_close, make_rows, sgd, step
 
 from configs import alfworld
 from gigpo_jax import config as config_lib
-from gigpo_jax import episodes, losses, teacher, token_batch
+from gigpo_jax import episodes, losses, sft, teacher, token_batch
+from gigpo_jax.run import teacher_builders
 
 LOSS = losses.PolicyGradient(kl_weight=0.0)
 PLAIN = losses.PolicyGradient(kl_weight=0.0, entropy_weight=0.0)
@@ -54,9 +55,45 @@ def test_loss_by_hand():
   expected = [0.25 * math.log(2), -0.09 * math.log(0.9), 0]
   np.testing.assert_allclose(loss[0], expected, atol=1e-6)
   assert not metrics
+
+  def total(log_probs):
+    changed = dataclasses.replace(outputs, log_probs=log_probs)
+    return teacher.Imitation()(changed, tokens)[0].sum()
+
+  # The weights are constants: minus p (1 - p).
+  np.testing.assert_allclose(
+    jax.grad(total)(log_probs)[0], [-0.25, -0.09, 0], atol=1e-6
+  )
   plain, _ = teacher.Imitation('none')(outputs, tokens)
   expected = [math.log(2), -math.log(0.9), 0]
   np.testing.assert_allclose(plain[0], expected, atol=1e-6)
+
+
+def test_an_iteration_has_different_rows():
+  options = teacher.Options(mu_peak=1.0, rows=12)
+  taught = teacher.Teacher(options, None, seed=3)
+  available = np.arange(20) % 3 > 0  # 13 rows
+  chosen = [taught.choose(available, n) for n in range(6)]
+  assert all(len(set(rows)) == 12 and available[rows].all() for rows in chosen)
+  assert len({tuple(rows) for rows in chosen}) > 1
+
+
+def test_a_teacher_shows_its_expert_without_mistakes(monkeypatch):
+  config = alfworld.get_config('tiny')
+  config.teacher.mu_peak = 0.1
+  assert config.sft.noise and not config.sft.completion_only
+  rows = make_rows()
+
+  def imitated_rows(own, text, shown):
+    assert (text, shown) == ('text', 'shown')
+    assert own.sft.completion_only and not own.sft.noise
+    assert own.sft.data == own.sft.init == ''
+    return rows
+
+  monkeypatch.setattr(sft, 'demonstrations', lambda _: 'shown')
+  monkeypatch.setattr(sft, 'imitated_rows', imitated_rows)
+  assert teacher_builders.make_teacher(config, 'text').rows is rows
+  assert config.sft.noise  # The config is not changed.
 
 
 def _batch(mu: float) -> teacher.TeacherBatch | None:

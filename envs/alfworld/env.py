@@ -219,8 +219,8 @@ class Env:
 
   def demonstrate(
     self, task: base.Task, *, noise: float, seed: int
-  ) -> Iterator[tuple[base.Input, str]]:
-    """Yields (input, response) of an expert that errs with some probability.
+  ) -> Iterator[tuple[base.Observation, str]]:
+    """Yields (observation, response) of an expert that errs at some rate.
 
     Args:
       task: the game to play.
@@ -237,7 +237,7 @@ class Env:
       if rng.random() < noise:
         command = choices[rng.integers(len(choices))]
       response = self._transcript.format_response(thought, command)
-      yield observation.messages or observation.prompt, response
+      yield observation, response
       observation = self.step(response).observation
 
   def _set_state(self, state: world.State) -> None:

@@ -96,26 +96,28 @@ class Env:
 
   def demonstrate(
     self, task: base.Task, *, noise: float, seed: int
-  ) -> Iterator[tuple[str, str]]:
-    """Yields (prompt, response): the expert's actions as a plan, then its play.
+  ) -> Iterator[tuple[base.Observation, str]]:
+    """Yields (observation, response): the expert's plan, then its play.
+
+    The plan lists the expert's actions.
 
     Args:
       task: the game to play.
       noise: probability that an action is random; the plan has none.
       seed: seed of the search order and of the noise.
     """
-    prompt = _planner_observation(self._actor.reset(task)).prompt
+    first = _planner_observation(self._actor.reset(task))
     steps = self._actor.demonstrate(task, noise=0.0, seed=seed)
     actions = [response.split('<action>')[-1] for _, response in steps]
     plan = _join(
       [action.removesuffix('</action>') for action in actions],
       self._max_plan_chars,
     )
-    yield prompt, f'<plan>{plan}</plan>'
-    for given, response in self._actor.demonstrate(
+    yield first, f'<plan>{plan}</plan>'
+    for observation, response in self._actor.demonstrate(
       task, noise=noise, seed=seed
     ):
-      yield _add_plan(given, plan), response
+      yield _with_plan(observation, plan), response
 
 
 def _planner_observation(first: base.Observation) -> base.Observation:

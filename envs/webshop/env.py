@@ -364,7 +364,7 @@ class Env:
 
   def demonstrate(
     self, task: base.Task, *, noise: float, seed: int
-  ) -> Iterator[tuple[base.Input, str]]:
+  ) -> Iterator[tuple[base.Observation, str]]:
     """Plays the oracle with random mistakes; yields each step.
 
     Args:
@@ -390,7 +390,7 @@ class Env:
           action = f'search[{words[rng.integers(len(words))]}]'
       shopper.record(action)
       response = self._transcript.format_response(thought, action)
-      yield observation.messages or observation.prompt, response
+      yield observation, response
       observation = self.step(response).observation
 
   def _set_page(self, page: engine.Page) -> None:
