@@ -46,6 +46,20 @@ def test_table_has_first_and_last_evaluation(tmp_path, capsys):
   assert out.read_bytes().startswith(b'\x89PNG')
 
 
+def test_unfinished_runs_are_reported(tmp_path, capsys):
+  runs = [
+    _run(
+      tmp_path / name, variant='tiny', seed=seed, rates=rates, num_iterations=2
+    )
+    for seed, (name, rates) in enumerate(
+      {'whole': [0.25, None, 0.5], 'begun': [0.25, None]}.items()
+    )
+  ]
+  assert compare.main(runs) == 0
+  (line,) = capsys.readouterr().out.splitlines()[5:]
+  assert line == 'begun: last evaluated at iteration 0 of 2'
+
+
 def test_a_field_with_an_old_name_is_the_same_field(tmp_path):
   runs = [
     _run(

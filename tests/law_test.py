@@ -308,6 +308,12 @@ def test_advice_without_a_law(tmp_path, capsys):
   out = advice(tmp_path, capsys)
   assert 'no step shares its anchor' in out
   assert out.endswith('advice: grpo: GiGPO equals it here\n')
+  # A line with an evaluation only is not one of the iterations.
+  with (tmp_path / 'metrics.jsonl').open() as file:
+    kept = file.readlines()[:2]
+  kept.append('{"iteration": 2, "eval/success_rate": 0.5}\n')
+  (tmp_path / 'metrics.jsonl').write_text(''.join(kept))
+  assert 'means over 2 iterations:' in advice(tmp_path, capsys)
   write_run(tmp_path, advantage__correlation=1.0)
   out = advice(tmp_path, capsys)
   assert (

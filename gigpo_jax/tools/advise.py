@@ -173,6 +173,8 @@ def main(argv: Sequence[str] | None = None) -> int:
       raise ValueError(f'--iterations={options.iterations}: must be at least 1')
     folder = pathlib.Path(options.run)
     lines = metrics.read(folder) if folder.is_dir() else []
+    # The last line may have an evaluation only.
+    lines = [line for line in lines if 'train/success_rate' in line]
     values = first_iterations(lines, options.iterations)
     if 'train/success_rate' not in values:
       raise ValueError(

@@ -188,6 +188,17 @@ def differences(workdirs: Sequence[str | pathlib.Path]) -> list[str]:
   return lines
 
 
+def unfinished(workdirs: Sequence[str | pathlib.Path]) -> list[str]:
+  """Returns a line for each run that was not evaluated at its end."""
+  lines = []
+  for workdir, folder in zip(workdirs, _folder_names(workdirs), strict=True):
+    last = max(evaluations(read_metrics(workdir)))
+    count = _read_config(workdir).get('num_iterations', last)
+    if last < count:
+      lines.append(f'{folder}: last evaluated at iteration {last} of {count}')
+  return lines
+
+
 def _folder_names(workdirs: Sequence[str | pathlib.Path]) -> list[str]:
   """Returns the shortest ends of the paths that differ between folders."""
   paths = [pathlib.Path(workdir).resolve().parts for workdir in workdirs]
@@ -241,8 +252,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     path = _check_out(options.out) if options.out else None
     runs = load_all(options.workdirs)
     print(table(runs))
-    if unlike := differences(options.workdirs):
-      print('', *unlike, sep='\n')
+    notes = unfinished(options.workdirs) + differences(options.workdirs)
+    if notes:
+      print('', *notes, sep='\n')
     if path:
       _draw_file(runs, path)
   except ValueError as error:
