@@ -68,6 +68,25 @@ class _DecodeConfig:
   conditionals: bool
 
 
+@dataclasses.dataclass(frozen=True)
+class _Function:
+  """A jitted function of static arguments, which come first, and arrays.
+
+  Samplers with equal static arguments share its trace.
+
+  Attributes:
+    jitted: the function.
+    static: the static arguments.
+  """
+
+  jitted: Any
+  static: tuple
+
+  def lower(self, *args: Any) -> jax.stages.Lowered:
+    """Lowers the program for arrays, or for their shapes."""
+    return self.jitted.lower(*self.static, *args)
+
+
 class Programs:
   """The programs of a sampler, with their shardings.
 
@@ -140,39 +159,35 @@ class Programs:
     # with collectives are in flight.
     on_cpu = mesh.devices.flat[0].platform == 'cpu'
     self._blocks = on_cpu and mesh.size > 1
-    self._prefill = self._jit(
-      functools.partial(_prefill, config, self._row_size)
-    )
-    self._extend = self._jit(
-      functools.partial(_extend, config), donate_argnums=5
-    )
-    self._take = self._jit(functools.partial(_take, self._row_size))
+    self._prefill = self._jit(_prefill, config, self._row_size)
+    self._extend = self._jit(_extend, config, donate_argnums=6)
+    self._take = self._jit(_take, self._row_size)
     self._put = self._jit(_put, donate_argnums=0)
+    stepped = self._slot_formats, mesh_lib.replicated_sharding(mesh)
     self._decode = {
-      truncated: jax.jit(
-        functools.partial(_decode, static, truncated),
-        donate_argnums=1,
-        out_shardings=(
-          self._slot_formats,
-          mesh_lib.replicated_sharding(mesh),
-        ),
+      truncated: self._jit(
+        _decode, static, truncated, donate_argnums=3, out_shardings=stepped
       )
       for truncated in (None, False, True)
     }
 
-  def _jit(self, function: Callable, **kwargs) -> Any:
-    """Returns a jitted function that returns slots."""
-    return jax.jit(function, out_shardings=self._slot_formats, **kwargs)
+  def _jit(self, function: Callable, *static: Any, **kwargs: Any) -> _Function:
+    """Returns a function that returns slots unless `kwargs` differ."""
+    kwargs = {'out_shardings': self._slot_formats} | kwargs
+    static_argnums = tuple(range(len(static)))
+    return _Function(
+      jax.jit(function, static_argnums=static_argnums, **kwargs), static
+    )
 
-  def _new(self, rows: int, length: int) -> Any:
-    return self._jit(functools.partial(_new_slots, self.model, rows, length))
+  def _new(self, rows: int, length: int) -> _Function:
+    return self._jit(_new_slots, self.model, rows, length)
 
   @property
   def compilations(self) -> int:
     """Returns the number of programs compiled so far."""
     return self.prepare._cache_size() + len(self._table)
 
-  def _run(self, key: tuple, function: Any, *args: Any) -> Any:
+  def _run(self, key: tuple, function: _Function, *args: Any) -> Any:
     lower = functools.partial(function.lower, *args)
     outputs = self._table.run(key, lower, *args)
     if self._blocks and key[0] != 'decode':
@@ -314,9 +329,8 @@ class Programs:
       return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
 
     def shapes(rows: int, length: int) -> Slots:
-      return mesh_lib.with_shardings(
-        jax.eval_shape(self._new(rows, length)), self._slot_formats
-      )
+      new = functools.partial(_new_slots, self.model, rows, length)
+      return mesh_lib.with_shardings(jax.eval_shape(new), self._slot_formats)
 
     indices = array(self._row_size[0])
     with jax.set_mesh(self._mesh):
