@@ -112,12 +112,9 @@ def _assert_close(actual, expected, atol=1e-6):
   )
 
 
-@pytest.mark.parametrize(
-  'share', [pytest.param(False, marks=pytest.mark.slow), True]
-)
-@pytest.mark.parametrize(
-  'name', ['dense', pytest.param('experts', marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize('share', [False, True])
+@pytest.mark.parametrize('name', ['dense', 'experts'])
+@pytest.mark.slow
 def test_loss_and_gradients_equal_models_with_one_adapter(name, share):
   config, rows = CONFIGS[name], _rows()
   params = _params(config)

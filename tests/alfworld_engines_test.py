@@ -225,9 +225,9 @@ def test_equal_states_on_odd_worlds(reference, part):
 
 
 @needs_alfworld
-@pytest.mark.parametrize('part', parts(40, 1))
+@pytest.mark.parametrize('part', parts(100, 1))
 def test_equal_states_on_generated_games(reference, part):
-  for index in range(part, 300, 40):
+  for index in range(part, 300, 100):
     world = houses.generate('train', index, seed=1)
     reference.load(world)
     state = play_both(world, expert.plan(world), 12, reference)
@@ -278,10 +278,13 @@ def test_memory_is_flat_over_different_games(reference):
 
 
 @needs_alfworld
-def test_equal_states_on_the_official_game(reference):
+@pytest.mark.parametrize(
+  'steps', [100, pytest.param(500, marks=pytest.mark.slow)]
+)
+def test_equal_states_on_the_official_game(reference, steps):
   reference.load(OFFICIAL)
   world = pddl.read_game(OFFICIAL)
-  play_both(world, [], 500, reference)
+  play_both(world, [], steps, reference)
   assert play_both(world, expert.plan(world), 20, reference).won
 
 

@@ -65,7 +65,7 @@ def test_each_key_value_head_has_its_queries_keys_and_values():
   'name',
   [
     'experts',
-    'adapters',
+    pytest.param('adapters', marks=pytest.mark.slow),
     pytest.param('qwen2', marks=pytest.mark.slow),
     pytest.param('qwen3', marks=pytest.mark.slow),
     pytest.param('one key/value head', marks=pytest.mark.slow),

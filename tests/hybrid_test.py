@@ -222,9 +222,8 @@ def fixture_single():
   return rows, jax.device_get(state.params), metrics
 
 
-@pytest.mark.parametrize(
-  'remat', [pytest.param('none', marks=pytest.mark.slow), 'layer']
-)
+@pytest.mark.parametrize('remat', ['none', 'layer'])
+@pytest.mark.slow
 def test_packed_rows_equal_unpacked_rows(single, remat):
   rows, expected, metrics = single
   config = dataclasses.replace(CONFIG, remat=remat)

@@ -33,9 +33,7 @@ RECOMPUTED = dataclasses.replace(CONFIG, remat='layer')
     pytest.param(
       CONFIG, {'data': 2, 'fsdp': 2, 'tensor': 2}, marks=pytest.mark.slow
     ),
-    pytest.param(
-      CONFIG, {'fsdp': 2, 'sequence': 2, 'tensor': 2}, marks=pytest.mark.slow
-    ),
+    (CONFIG, {'fsdp': 2, 'sequence': 2, 'tensor': 2}),
     pytest.param(
       RECOMPUTED,
       {'data': 2, 'fsdp': 2, 'tensor': 2},
@@ -47,7 +45,11 @@ RECOMPUTED = dataclasses.replace(CONFIG, remat='layer')
       marks=pytest.mark.slow,
     ),
     pytest.param(EXPERTS, {'fsdp': 2, 'expert': 4}, marks=pytest.mark.slow),
-    (EXPERTS, {'fsdp': 2, 'expert': 2, 'sequence': 2}),
+    pytest.param(
+      EXPERTS,
+      {'fsdp': 2, 'expert': 2, 'sequence': 2},
+      marks=pytest.mark.slow,
+    ),
   ],
   ids=lambda x: str(x) if isinstance(x, dict) else f'{x.num_experts}{x.remat}',
 )
@@ -92,7 +94,7 @@ def rows_of_few_prompts(*, prompts=3, count=16):
 
 
 @pytest.mark.parametrize(
-  'devices', [pytest.param(None, marks=pytest.mark.slow), (2, 2, 2)], ids=str
+  'devices', [None, pytest.param((2, 2, 2), marks=pytest.mark.slow)], ids=str
 )
 def test_shared_prompts_give_the_same_update_with_fewer_tokens(devices):
   rows = rows_of_few_prompts()

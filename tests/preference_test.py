@@ -223,6 +223,7 @@ def test_an_update_descends_the_gradient_of_the_whole_loss():
   assert metrics['update/count'] == 1
   signs = jnp.asarray(own.signs, jnp.float32)
 
+  @jax.jit
   @jax.value_and_grad
   def whole(params):
     log_probs, _ = reference.completion_log_probs(

@@ -6,13 +6,17 @@ import pytest
 
 from gigpo_jax import sampling
 
+_sample = jax.jit(
+  sampling.sample_tokens, static_argnames=('vocab_size', 'truncated')
+)
+
 
 @pytest.mark.parametrize('top_k', [0, 3])
 def test_static_truncation_does_not_change_tokens(top_k):
   logits = jax.random.normal(jax.random.key(0), (4, 30))
   floats = np.array([[1, 1, 0], [0, 1, 0], [0.5, 1, 0], [2, 1, 0]], np.float32)
   results = [
-    sampling.sample_tokens(
+    _sample(
       jax.random.split(jax.random.key(1), 4),
       np.arange(4),
       floats,
@@ -126,7 +130,7 @@ def test_tokens_are_sampled_in_proportion():
 def test_unused_ids_do_not_hide_other_tokens():
   logits = np.full((1, 300), -100, np.float32)
   logits[0, 137], logits[0, 299] = -90, 0
-  ids, log_probs, sampled = sampling.sample_tokens(
+  ids, log_probs, sampled = _sample(
     jax.random.split(jax.random.key(0), 1),
     np.zeros(1, np.int32),
     np.array([[1, 1, 0]], np.float32),

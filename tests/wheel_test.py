@@ -6,6 +6,7 @@ import sys
 
 import programs
 import pytest
+import small_runs
 
 PACKAGES = ('configs', 'envs', 'gigpo_jax', 'launch')
 FILES = (
@@ -57,7 +58,7 @@ def test_commands_of_the_wheel_run_from_another_folder(tmp_path):
     str(installed / 'bin/gigpo-train'),
     '--config=configs/alfworld.py:smoke',
     '--workdir=smoke',
-    '--config.episodes.every=1',
+    *small_runs.SMALL,
   )
   assert (folder / 'smoke/learning_curve.png').stat().st_size
   assert (folder / 'smoke/policy/model.safetensors').stat().st_size
