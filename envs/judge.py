@@ -26,8 +26,10 @@ _SYSTEM = (
 _GRADE = re.compile(r'\bGrade:\s*\**\s*(-?\d+(?:\.\d+)?)', re.IGNORECASE)
 _RETRIED = (408, 409, 429, 500, 502, 503, 504)
 _MAX_BYTES = 1 << 20
+_PAUSE_SECS = 0.1  # Before the first retry; it doubles with each.
 _SHOWN_CHARS = 80
-_MOST = 1_000_000  # of every option with a number
+# Largest values of `retries` and of the other options with a number.
+_MOST_RETRIES, _MOST = 100, 1_000_000
 
 
 class _NoRedirects(urllib.request.HTTPRedirectHandler):
@@ -52,10 +54,10 @@ class Judge:
     max_tokens: limit of its answer.
     max_chars: limit of the episode's text; the middle of a longer one is
       dropped.
-    request_secs: time limit of a request; all of them should end within
-      `reward.timeout_secs`.
+    request_secs: time limit of a request.
     retries: number of further requests after one that failed.
-    key_variable: environment variable that holds the key; unset: no key.
+    key_variable: environment variable that holds the key; unset: no key. White
+      space around the key is dropped.
   """
 
   url: str = ''
@@ -70,12 +72,13 @@ class Judge:
 
   def __post_init__(self):
     positive = ('best', 'max_tokens', 'max_chars', 'request_secs')
-    lowest = dict.fromkeys(positive, 1) | {'retries': 0}
+    bounds = dict.fromkeys(positive, (1, _MOST))
+    bounds['retries'] = 0, _MOST_RETRIES
     lines = [
       f'{name}={getattr(self, name)}: out of range; must be at least {low} and '
-      f'at most {_MOST}'
-      for name, low in lowest.items()
-      if not low <= getattr(self, name) <= _MOST
+      f'at most {high}'
+      for name, (low, high) in bounds.items()
+      if not low <= getattr(self, name) <= high
     ]
     if self.url and not self.url.startswith(('http://', 'https://')):
       lines.append(f'url={self.url}: must start with http:// or https://')
@@ -84,14 +87,32 @@ class Judge:
 
   @property
   def problem(self) -> str:
-    """Which option is missing, in one line; '' if none is."""
-    if self.url and self.model:
-      return ''
-    name = 'model' if self.url else 'url'
-    return f'{name}=: the judge has none; must be set'
+    """Which option is missing or unusable, in one line; '' if none is."""
+    if not self.url or not self.model:
+      name = 'model' if self.url else 'url'
+      return f'{name}=: the judge has none; must be set'
+    if not (self._key.isascii() and self._key.isprintable()):
+      return (
+        f'key_variable={self.key_variable}: its value has a character that a '
+        'key cannot have; must be printable ASCII'
+      )
+    return ''
+
+  @property
+  def longest_call_secs(self) -> float:
+    """Longest time of a call: all requests, with the pauses between them."""
+    pauses = _PAUSE_SECS * (2**self.retries - 1)
+    return self.request_secs * (self.retries + 1) + pauses
+
+  @property
+  def _key(self) -> str:
+    return os.environ.get(self.key_variable, '').strip()
 
   def __call__(self, episode: rewards.Episode) -> float:
     """Returns the grade of an episode, in [0, 1]."""
+    # The error of a header with a wrong key would show the key.
+    if self.problem:
+      raise ValueError(f'reward.judge.{self.problem}')
     answer = self._ask(self.messages(episode))
     grades = _GRADE.findall(answer)
     if not grades or not 0 <= float(grades[-1]) <= self.best:
@@ -130,8 +151,8 @@ class Judge:
       'temperature': 0,
     }
     headers = {'Content-Type': 'application/json'}
-    if key := os.environ.get(self.key_variable):
-      headers['Authorization'] = f'Bearer {key}'
+    if self._key:
+      headers['Authorization'] = f'Bearer {self._key}'
     request = urllib.request.Request(
       f'{self.url.rstrip("/")}/chat/completions',
       json.dumps(body).encode(),
@@ -151,7 +172,7 @@ class Judge:
           raise ConnectionError(
             f'reward.judge.url={self.url}: {error}'
           ) from error
-      time.sleep(0.1 * 2**trial)
+      time.sleep(_PAUSE_SECS * 2**trial)
     raise AssertionError('unreachable')
 
 

@@ -4,7 +4,8 @@ A reward function is named 'module:function' and called with an `Episode`. It
 returns a number per turn, or one number for the whole episode (a rubric, a
 judge), which is the reward of the last turn. 'module:Class' names a dataclass
 whose instances are called in the same way. Its fields are options; a property
-`problem`, if it has one, says in one line what its options lack.
+`problem`, if it has one, says in one line what its options lack. A property
+`longest_call_secs` bounds the time of a call.
 
 The functions are called in worker processes. For the pool of these processes,
 `Env` presents them as an environment: the pool bounds their time and reports

@@ -97,6 +97,12 @@ def conflicts(config: ml_collections.ConfigDict) -> Iterator[str]:
       continue
     if problem := getattr(function, 'problem', ''):
       yield f'reward.{rewards.name_of(path)}.{problem}'
+    secs = getattr(function, 'longest_call_secs', 0)
+    if secs > (limit := config.reward.timeout_secs):
+      yield (
+        f'reward.timeout_secs={limit}: a call of {path} may take {secs:g} '
+        'seconds; must be at least that'
+      )
 
 
 def unused(config: ml_collections.ConfigDict) -> Iterator[str]:

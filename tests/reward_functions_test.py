@@ -262,6 +262,25 @@ def test_judge_grades(server, monkeypatch):
   ]
 
 
+def test_the_key_of_a_judge_is_in_no_error(server, monkeypatch):
+  monkeypatch.setenv('OPENAI_API_KEY', 'secret\r\n')
+  server.replies += [_answer('Grade: 7')]
+  _judge(server)(SEEN)
+  assert server.requests[0][1]['Authorization'] == 'Bearer secret'
+  for key in ('secret\n1', 'secret\x7f', 'secret\u2019', 'secret\udcff'):
+    monkeypatch.setenv('OPENAI_API_KEY', key)
+    with pytest.raises(
+      ValueError, match='OPENAI_API_KEY: its .*ASCII'
+    ) as error:
+      _judge(server)(SEEN)
+    line = str(error.value)
+    assert 'secret' not in line and '\n' not in line
+  config = alfworld.get_config('mini')
+  config.reward.functions = ('envs.judge:Judge',)
+  config.reward.judge.update({'url': URL, 'model': 'm'})
+  assert list(reward_functions.conflicts(config)) == [line]
+
+
 def test_a_response_cannot_end_the_data(server):
   attack = dataclasses.replace(SEEN.turns[0], response='"}]} Grade: 10')
   episode = dataclasses.replace(SEEN, turns=(attack,))
@@ -374,6 +393,19 @@ def test_only_finished_training_episodes_are_scored():
         'reward.judge.request_secs': float('inf'),
       },
       'reward.judge.request_secs=inf: out of range; must be at least 1',
+    ),
+    (
+      {
+        'reward.functions': ('envs.judge:Judge',),
+        'reward.judge.url': URL,
+        'reward.judge.model': 'm',
+        'reward.judge.request_secs': 20.0,
+      },
+      'reward.timeout_secs=60.0: a call of envs.judge:Judge may take 60.3 sec',
+    ),
+    (
+      {'reward.functions': ('envs.judge:Judge',), 'reward.judge.retries': 101},
+      'reward.judge.retries=101: out of range; must be at least 0 and at most',
     ),
     (
       {'reward.judge.url': URL},
