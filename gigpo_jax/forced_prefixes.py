@@ -75,7 +75,20 @@ def make(
 def find(response: str, texts: Sequence[str]) -> int:
   """Returns the index of the longest text that a response begins with, or -1.
 
-  White space before it does not count.
+  White space before and after them does not count.
   """
-  begun = [n for n, t in enumerate(texts) if response.lstrip().startswith(t)]
-  return max(begun, key=lambda n: len(texts[n]), default=-1)
+  response, stripped = response.strip(), [text.strip() for text in texts]
+  begun = [n for n, t in enumerate(stripped) if response.startswith(t)]
+  return max(begun, key=lambda n: len(stripped[n]), default=-1)
+
+
+def unrecognized(
+  forced: ForcedPrefixes, text: 'tokenizer.Tokenizer'
+) -> list[str]:
+  """Returns the prefixes that `find` misses in responses with their tokens.
+
+  Responses are decoded without special tokens.
+  """
+  decoded = text.decode([prefix.ids for prefix in forced.prefixes])
+  texts = [prefix.text for prefix in forced.prefixes]
+  return [t for d, t in zip(decoded, texts, strict=True) if find(d, [t]) < 0]

@@ -93,10 +93,16 @@ def choice(default: str, values: Sequence[str]) -> Any:
 
 def texts(default: tuple[str, ...] = ()) -> Any:
   """Returns a field for different texts that are not empty."""
+
+  def is_valid(values: Sequence[str]) -> bool:
+    stripped = {value.strip() for value in values}
+    return '' not in stripped and len(stripped) == len(values)
+
   return field(
     default,
-    lambda values: all(values) and len(set(values)) == len(values),
-    'must be different texts that are not empty',
+    is_valid,
+    'must be different texts that are not empty; white space around them does '
+    'not count',
   )
 
 

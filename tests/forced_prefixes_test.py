@@ -179,6 +179,11 @@ def test_a_response_has_the_mode_of_its_longest_prefix():
   responses = ('<a>x', '\n<a>bx', 'x<c>', '<c>')
   found = [forced_prefixes.find(response, texts) for response in responses]
   assert found == [0, 1, -1, 2]
+  # White space around prefixes and responses does not count.
+  texts = ('\n<a>', '<a>\n\n</a>\n\n')
+  responses = ('<a>x', '\n<a>x', '<a>\n\n</a>', ' <a>\n\n</a>\n\nx')
+  found = [forced_prefixes.find(response, texts) for response in responses]
+  assert found == [0, 0, 1, 1]
 
 
 def test_earlier_prefixes_are_part_of_a_conversation(tmp_path):
@@ -344,6 +349,8 @@ def test_a2fm_matches_a_slow_reference(seed):
       'rollout.forced_members=5: 2 prefixes need 10 members',
     ),
     ('grpo', {'rollout.prefixes': ('a', 'a')}, 'rollout.prefixes=.*different'),
+    ('grpo', {'rollout.prefixes': ('a', ' a')}, 'rollout.prefixes=.*different'),
+    ('grpo', {'rollout.prefixes': ('\n',)}, 'rollout.prefixes=.*not empty'),
     (
       'grpo',
       {'rollout.forced_members': 1},
@@ -369,21 +376,34 @@ def test_senseless_options_are_refused(variant, changes, message):
   assert '\n' not in str(error.value)
 
 
+def prefix_problems(own):
+  lines = model_check.problems(own, trains=True, fetch=False)
+  return [line for line in lines if line.startswith('rollout.prefixes=')]
+
+
+def test_prefixes_with_special_tokens_are_no_modes():
+  own = alfworld.get_config('tiny,a2fm')
+  own.rollout.prefixes = ('\n<action>', '<think>\n')
+  assert not prefix_problems(own)
+  own.rollout.prefixes = ('<action>', '<|im_end|>', '<think><|im_end|>')
+  (line,) = prefix_problems(own)
+  assert "a2fm does not recognize '<|im_end|>' in them; must be plain" in line
+  # Other algorithms do not read modes.
+  own.algorithm.name = 'grpo'
+  assert not prefix_problems(own)
+
+
 def test_a_prefix_without_room_for_a_prompt_is_refused_before_the_start():
   own = alfworld.get_config('tiny,a2fm')
   text = tokenizer.Tokenizer(own.model.path)
   own.rollout.prefixes = ('<action>', '<think>' * 60)
   longest = forced_prefixes.make(own.rollout.prefixes, 1, text).longest
 
-  def problems():
-    lines = model_check.problems(own, trains=True, fetch=False)
-    return [line for line in lines if line.startswith('rollout.prefixes=')]
-
   # One token of a message is the least.
   own.rollout.max_prompt_tokens = longest + text.template_tokens() + 1
-  assert not problems()
+  assert not prefix_problems(own)
   own.rollout.max_prompt_tokens -= 1
-  (line,) = problems()
+  (line,) = prefix_problems(own)
   assert 'must leave room for a prompt' in line and len(line) < 240
   own.rollout.forced_members = 0
-  assert not problems()
+  assert not prefix_problems(own)

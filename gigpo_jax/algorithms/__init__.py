@@ -119,7 +119,8 @@ class Algorithm(Protocol):
   state, which is {} at first. The metrics 'state/...' of its output are the
   state of the next iteration, and checkpoints save them.
   `reads_success` must be True if it reads `Rows.success`; see
-  `plugins.reads_success`.
+  `plugins.reads_success`. `reads_prefixes` must be True if it reads
+  `Rows.prefixes`.
   """
 
   needs_values: bool
@@ -221,6 +222,11 @@ def replays(algorithm: Algorithm) -> bool:
 def uses_free_policy(algorithm: Algorithm) -> bool:
   """Returns whether an algorithm needs prompts without forced prefixes."""
   return replays(algorithm) or scores_answers(algorithm)
+
+
+def reads_prefixes(algorithm: Algorithm) -> bool:
+  """Returns whether an algorithm reads with which prefix responses begin."""
+  return getattr(algorithm, 'reads_prefixes', False)
 
 
 def has_greedy_start(algorithm: Algorithm) -> bool:

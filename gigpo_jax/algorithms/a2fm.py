@@ -80,6 +80,7 @@ class Algorithm:
   needs_values: ClassVar[bool] = False
   needs_group: ClassVar[bool] = True
   reads_success: ClassVar[bool] = True
+  reads_prefixes: ClassVar[bool] = True
 
   cost_power: float = options.number(2.0, above=0)
   easy_rate: float = options.number(0.5, above=0, high=1)

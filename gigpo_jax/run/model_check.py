@@ -114,13 +114,32 @@ def _invalid_files(
       f'rollout.max_prompt_tokens={limit}: the chat template alone takes '
       f'{template} tokens; must be larger'
     )
+  yield from _unusable_prefixes(config, text)
+
+
+def _unusable_prefixes(
+  config: ml_collections.ConfigDict, text: tokenizer.Tokenizer
+) -> Iterator[str]:
+  """Yields problems of forced prefixes."""
+  limit, template = config.rollout.max_prompt_tokens, text.template_tokens()
   texts = config.rollout.prefixes
   forced = forced_prefixes.make(texts, config.rollout.forced_members, text)
-  if forced.longest and forced.longest + template >= limit:
+  if not forced.longest:
+    return
+  if forced.longest + template >= limit:
     yield (
       f'rollout.prefixes={reprlib.repr(tuple(texts))}: the longest has '
       f'{forced.longest} tokens, the chat template {template}; must leave room '
       f'for a prompt in rollout.max_prompt_tokens={limit}'
+    )
+  unknown = forced_prefixes.unrecognized(forced, text)
+  if unknown and algorithms.reads_prefixes(
+    algorithms.make(**config.algorithm.to_dict())
+  ):
+    yield (
+      f'rollout.prefixes={reprlib.repr(tuple(texts))}: responses are decoded '
+      f'without special tokens, so {config.algorithm.name} does not recognize '
+      f'{reprlib.repr(unknown[0])} in them; must be plain texts'
     )
 
 
