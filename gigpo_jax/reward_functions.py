@@ -25,6 +25,8 @@ _MODULE = 'envs.rewards'
 BLAMED = 'reward.functions: '
 # Step metric with the environment's own reward.
 ENVIRONMENT = 'environment_reward'
+# Weights in the total reward.
+_WEIGHTS = ('reward.function_weights', 'reward.environment_weight')
 # Names of components with another meaning.
 _TAKEN = ('reward', 'valid', 'score', ENVIRONMENT)
 
@@ -119,11 +121,19 @@ def unused(config: ml_collections.ConfigDict) -> Iterator[str]:
       "for other agents' turns; must use reward"
     )
   names = tuple(map(rewards.name_of, paths))
-  if 'reward' not in components and set(names) - set(components):
+  if 'reward' in components or not paths:
+    return
+  if set(names) - set(components):
     wanted = (ENVIRONMENT, *names, 'valid')
     yield (
       f'algorithm.components={tuple(components)}: leaves out reward.functions='
       f'{tuple(paths)}; must name them, such as {wanted}'
+    )
+  for field, value, default in config_fields.non_default(config, _WEIGHTS):
+    yield (
+      f'{field}={value}: has no effect on algorithm.components='
+      f'{tuple(components)}; must be {default}, with weights in '
+      'algorithm.component_weights'
     )
 
 

@@ -431,6 +431,21 @@ def test_only_finished_training_episodes_are_scored():
       },
       "must name them, such as .'environment_reward', 'brevity', 'solved', 'v",
     ),
+    *(
+      (
+        {
+          'reward.functions': (PER_TURN,),
+          f'reward.{name}': value,
+          'algorithm.name': 'gdpo',
+          'algorithm.components': ('environment_reward', 'brevity'),
+        },
+        f'reward.{name}=.*: has no effect .*; must be .*component_weights',
+      )
+      for name, value in (
+        ('function_weights', (2.0,)),
+        ('environment_weight', 3.0),
+      )
+    ),
   ],
 )
 def test_refused_options(changes, line):
@@ -438,6 +453,15 @@ def test_refused_options(changes, line):
   config.update_from_flattened_dict(changes)
   with pytest.raises(ValueError, match=line):
     config_lib.validate(config)
+
+
+def test_weights_are_those_of_the_component_reward():
+  config = alfworld.get_config('mini,gdpo')
+  config.reward.functions = (PER_TURN,)
+  config.reward.function_weights = (2.0,)
+  config.reward.environment_weight = 3.0
+  config.algorithm.components = ('reward', 'brevity')
+  assert not list(reward_functions.unused(config))
 
 
 def test_options_of_a_class_are_a_section():
