@@ -505,6 +505,12 @@ def test_options_that_the_algorithm_ignores_are_named():
     unused = [*run_builders.unused_options(webshop.get_config(variant))]
     assert 'loss.aggregation' not in [field for field, *_ in unused]
     assert not unused or ',' in variant
+  config = search_qa.get_config('smoke,igpo')
+  assert not list(run_builders.unused_options(config))
+  config.algorithm.components = ('reward', 'valid')
+  assert list(run_builders.unused_options(config)) == [
+    ('algorithm.invalid_penalty', 0.01, 'igpo')
+  ]
 
 
 def test_options_that_have_no_effect_are_printed(capsys, monkeypatch):

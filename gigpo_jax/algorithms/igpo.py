@@ -66,7 +66,8 @@ class Algorithm:
     components: names of the components of the last turn's reward, as in `gdpo`;
       () uses E.
     component_weights: w; () gives each component the weight 1.
-    invalid_penalty: subtracted from the reward of an invalid response.
+    invalid_penalty: subtracted from the reward of an invalid response; not used
+      with `components`, of which `valid` counts invalid responses.
   """
 
   needs_values: ClassVar[bool] = False
@@ -83,6 +84,11 @@ class Algorithm:
     options.check(self)
     if self.components or self.component_weights:
       reward_functions.check_weights(self.components, self.component_weights)
+
+  @property
+  def unused(self) -> tuple[str, ...]:
+    """Options that the other ones switch off."""
+    return ('invalid_penalty',) if self.components else ()
 
   def compute_advantages(
     self, rows: batch.Rows, values=None

@@ -439,7 +439,8 @@ def unused_options(
     ('algorithm', algorithms.make(**config.algorithm.to_dict())),
     ('loss', builders.make_loss(config)),
   ):
-    own, common = options.defaults(plugin), _COMMON_OPTIONS[section]
+    own = options.defaults(plugin).keys() - getattr(plugin, 'unused', ())
+    common = _COMMON_OPTIONS[section]
     fields = [f'{section}.{option}' for option in common if option not in own]
     for field, value, _ in config_fields.non_default(config, fields):
       if value:  # Otherwise nothing is to be used.
