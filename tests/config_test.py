@@ -511,6 +511,20 @@ def test_invalid_value_is_refused_in_one_line(field, value, accepted):
       'filter.drop_zero_variance=True: a2fm also learns from a group',
     ),
     (
+      A2FM | {'rollout.forced_members': 4},
+      'rollout.forced_members=4: forces all .*; must be at most 3, or',
+    ),
+    *(
+      (
+        {'algorithm.name': 'remax'} | change,
+        f'filter.{line}: remax compares with a greedy episode',
+      )
+      for change, line in (
+        ({'filter.drop_zero_variance': True}, 'drop_zero_variance=True'),
+        ({'filter.select': ('snr',)}, 'select=snr'),
+      )
+    ),
+    (
       {
         'algorithm.name': 'risk_po',
         'algorithm.bundle_tasks': 2,

@@ -39,6 +39,8 @@ from gigpo_jax import (
 PRESETS = {
   'a2fm': {
     'rollout.prefixes': ('<action>', '<think>'),
+    # Of eight members, four choose a mode.
+    'rollout.episodes_per_group': 8,
     'rollout.forced_members': 2,
     'env.require_think': False,
   }
@@ -48,12 +50,21 @@ _MIN_MODES = 2  # Modes to choose from.
 
 
 def conflicts(config: ml_collections.ConfigDict) -> Iterator[str]:
-  """Yields a line if there are no modes, or the reward is another one."""
+  """Yields a line if no member chooses a mode, or the reward is another."""
   texts = config.rollout.prefixes
   if len(texts) < _MIN_MODES:
     yield (
       f'rollout.prefixes={tuple(texts)}: a2fm chooses between modes; must be '
       'at least two texts, the cheapest mode first'
+    )
+  forced, members = (
+    config.rollout[name] for name in ('forced_members', 'episodes_per_group')
+  )
+  if 0 < forced * len(texts) == members:
+    yield (
+      f'rollout.forced_members={forced}: forces all rollout.episodes_per_group='
+      f'{members} members into {len(texts)} modes, so that none chooses one; '
+      f'must be at most {(members - 1) // len(texts)}, or the group larger'
     )
   without_think = [text for text in texts if '<think>' not in text]
   if config.env.get('require_think') and without_think:

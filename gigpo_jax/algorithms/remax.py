@@ -14,13 +14,29 @@ of one response.
 """
 
 import dataclasses
+from collections.abc import Iterator
 from typing import ClassVar
 
+import ml_collections
 import numpy as np
 
-from gigpo_jax import algorithms, batch, continuations, options, row_stats
+from gigpo_jax import (
+  algorithms,
+  batch,
+  continuations,
+  options,
+  row_stats,
+  selectors,
+)
 
-conflicts = continuations.conflicts
+
+def conflicts(config: ml_collections.ConfigDict) -> Iterator[str]:
+  """Yields a line for a filter by rewards, and as `continuations` does."""
+  yield from continuations.conflicts(config)
+  yield from selectors.refuse_by_reward(
+    config,
+    'remax compares with a greedy episode, also if all rewards are equal',
+  )
 
 
 @dataclasses.dataclass(frozen=True)
