@@ -480,6 +480,18 @@ def test_invalid_value_is_refused_in_one_line(field, value, accepted):
       'filter.select=d3s: chooses tokens, but loss.name=row_regression',
     ),
     (
+      {
+        'filter.select': ('s_grpo',),
+        'filter.early_tokens': 0,
+        'filter.token_probability': 0.0,
+      },
+      'filter.token_probability=0.0: chooses no token .*; must be above 0',
+    ),
+    (
+      {'filter.select': ('capo',), 'filter.gain_low': 1.0},
+      'filter.gain_low=1.0: chooses no token with gain_high=0.01; must be at',
+    ),
+    (
       {'loss.name': 'row_regression', 'filter.select': ('mismatch',)},
       'filter.select=mismatch: chooses tokens, but loss.name=row_regression',
     ),

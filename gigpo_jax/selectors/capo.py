@@ -71,6 +71,11 @@ class Selector:
 
   def __post_init__(self):
     options.check(self)
+    if self.gain_low > self.gain_high:
+      raise ValueError(
+        f'gain_low={self.gain_low}: chooses no token with gain_high='
+        f'{self.gain_high}; must be at most that'
+      )
 
   def __call__(
     self, advantages: np.ndarray, rows: batch.Rows, signals: plugins.Signals

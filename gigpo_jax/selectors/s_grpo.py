@@ -39,6 +39,11 @@ class Selector:
 
   def __post_init__(self):
     options.check(self)
+    if self.early_tokens == self.token_probability == 0:
+      raise ValueError(
+        f'token_probability={self.token_probability}: chooses no token with '
+        'early_tokens=0; must be above 0'
+      )
 
   def __call__(
     self, advantages: np.ndarray, rows: batch.Rows, signals: plugins.Signals
