@@ -312,6 +312,10 @@ def test_remax_by_hand():
   expected[3:6] = 0
   output = algorithms.make('remax').compute_advantages(rows)
   np.testing.assert_array_equal(output.advantages, expected)
+  rows.state_values[0] = np.nan  # Of an episode with a return, too.
+  expected[:3] = 0
+  output = algorithms.make('remax').compute_advantages(rows)
+  np.testing.assert_array_equal(output.advantages, expected)
 
 
 def test_sets_of_distinct_episodes_by_hand():
@@ -424,6 +428,15 @@ def test_quantiles_are_tracked_by_hand():
   deviation = np.std([10, 0, 10], ddof=1)
   expected = np.repeat([0, -5 / deviation, 0, 0], [3, 3, 2, 2])
   np.testing.assert_allclose(output.advantages, expected, atol=1e-5)
+  # A sum that equals a quantile is not below it.
+  tied = {'state/quantile_low': 0.0, 'state/quantile_high': 10.0}
+  output = algorithms.compute(subject, rows, None, tied)
+  assert algorithms.next_state(tied, output.metrics) == pytest.approx(
+    {
+      'state/quantile_low': 0.3 * 0.2,
+      'state/quantile_high': 10 + 0.3 * (0.8 - 1 / 3),
+    }
+  )
   # Two tasks of a bundle: the only group fills none, and nothing changes.
   output = algorithms.compute(algorithms.make('risk_po'), rows, None, state)
   assert not output.advantages.any()

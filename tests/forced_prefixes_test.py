@@ -287,6 +287,10 @@ def test_a2fm_by_hand():
   z = (0.4375 - statistics.mean(expected)) / statistics.stdev(expected)
   np.testing.assert_allclose(advantages[5:8], z, rtol=1e-4)
   assert not advantages[~rows.real].any()
+  # The rate of an easy task may be p itself.
+  easy = algorithms.make('a2fm', easy_rate=0.75)
+  rewards, _ = easy.rewards(rows, row_stats.episodes(rows))
+  np.testing.assert_allclose(rewards, expected)
   # A task that is not easy costs nothing.
   hard = algorithms.make('a2fm', easy_rate=0.8)
   rewards, _ = hard.rewards(rows, row_stats.episodes(rows))

@@ -158,9 +158,10 @@ def test_invalid_responses_count_as_in_the_algorithm():
   chain = [best_and_worst.Selector(kept_episodes=2)]
   kept, *_ = selectors.apply(chain, np.ones(10), rows, signals)
   assert index[1] in np.flatnonzero(kept.real)
-  # The other group has equal episodes.
+  # The other group has equal episodes, and is the first of equal ones.
   more = np.flatnonzero(algorithm_rows.golden_rows().real)[4:6]
-  rows.groups[more], rows.episodes[more], rows.rewards[more] = 1, (0, 1), 1
+  rows.groups[index], rows.groups[more] = 1, 0
+  rows.episodes[more], rows.rewards[more] = (0, 1), 1
   rows.valid[more] = True
   chain = [snr.Selector(group_share=0.5)]
   kept, *_ = selectors.apply(chain, np.ones(10), rows, signals)
