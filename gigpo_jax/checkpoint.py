@@ -1,10 +1,11 @@
 """Checkpoints of a run.
 
-A checkpoint holds the state on the devices and a few plain values. A manifest,
-written last, lists the sizes of its files and the hashes of small ones. The
-arrays have checksums, which the devices compute when they save and restore. No
-host reads the large files back. A checkpoint that does not match its manifest
-or its checksums is reported and skipped.
+A checkpoint holds the state on the devices and plain values of the host. A
+manifest, written last, lists the sizes of its files and the hashes of all files
+but large ones of arrays. The arrays have checksums, which the devices compute
+when they save and restore, so that no host reads their large files back. A
+checkpoint that does not match its manifest or its checksums is reported and
+skipped.
 """
 
 import contextlib
@@ -29,7 +30,8 @@ _METADATA = '_CHECKPOINT_METADATA'  # Orbax's own file.
 _UNFINISHED = '.orbax-checkpoint-tmp'  # Part of the name of a partial folder.
 _ITEMS = ('state', 'host')
 _CHECKSUMS = 'checksums'  # Name of the arrays' checksums in the plain values.
-_MAX_HASHED_BYTES = 1 << 20  # Larger files have arrays, which have checksums.
+# Larger files of the state have no hashes: their arrays have checksums.
+_MAX_HASHED_BYTES = 1 << 20
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,7 +95,7 @@ def find_damage(folder: pathlib.Path, *, contents: bool = True) -> str:
 
   Args:
     folder: folder of the checkpoint.
-    contents: whether to compare the contents of small files and not only sizes.
+    contents: whether to compare the hashes of files and not only sizes.
   """
   if not (folder / _MANIFEST).is_file():
     return f'has no {_MANIFEST}'
@@ -108,7 +110,8 @@ def find_damage(folder: pathlib.Path, *, contents: bool = True) -> str:
         return f'{name} is missing'
       if path.stat().st_size != size:
         return f'{name} has {path.stat().st_size} bytes, not {size}'
-      is_hashed = contents and digest and size <= _MAX_HASHED_BYTES
+      # Older releases hashed no plain values above 1 MiB.
+      is_hashed = contents and digest and _is_hashed(name, size)
       if is_hashed and _digest(path) != digest:
         return f'{name} has changed since it was written'
   except (OSError, ValueError, TypeError, AttributeError, KeyError) as error:
@@ -182,10 +185,21 @@ def _digest(path: pathlib.Path) -> str:
     return hashlib.file_digest(file, 'blake2b').hexdigest()
 
 
-def _entry(path: pathlib.Path) -> tuple[int, str]:
-  """Returns the size of a file, and its digest if it is small, else ''."""
+def _is_hashed(name: str, size: int) -> bool:
+  """Returns whether a file has a digest: all but large ones of arrays.
+
+  Args:
+    name: path of the file in the checkpoint.
+    size: its size in bytes.
+  """
+  return size <= _MAX_HASHED_BYTES or not name.startswith('state/')
+
+
+def _entry(folder: pathlib.Path, name: str) -> tuple[int, str]:
+  """Returns the size of a file, and its digest or '' if it has none."""
+  path = folder / name
   size = path.stat().st_size
-  return size, _digest(path) if size <= _MAX_HASHED_BYTES else ''
+  return size, _digest(path) if _is_hashed(name, size) else ''
 
 
 def _write_manifest(folder: pathlib.Path) -> None:
@@ -195,7 +209,8 @@ def _write_manifest(folder: pathlib.Path) -> None:
     for path in sorted((folder / item).rglob('*'))
     if path.is_file()
   ]
-  entries = {str(path.relative_to(folder)): _entry(path) for path in paths}
+  names = [path.relative_to(folder).as_posix() for path in paths]
+  entries = {name: _entry(folder, name) for name in names}
   manifest = {
     'version': files.VERSION,
     'files': entries,

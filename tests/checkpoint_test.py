@@ -1,5 +1,6 @@
 """Save and restore: equal values, another mesh, another model, a kill."""
 
+import json
 import os
 import pathlib
 import re
@@ -235,9 +236,15 @@ def test_what_is_damaged_is_named_and_passed_over(tmp_path, capsys, spoil):
 def test_damage_in_large_files_is_found_by_restoring(
   tmp_path, capsys, monkeypatch, change
 ):
+  digest, hashed = checkpoint._digest, set()
+
+  def record_digest(path):
+    hashed.add(path.relative_to(tmp_path).parts[1:])
+    return digest(path)
+
   # As if all files were large.
   monkeypatch.setattr(checkpoint, '_MAX_HASHED_BYTES', -1)
-  monkeypatch.setattr(checkpoint, '_digest', None)  # Hashes no file.
+  monkeypatch.setattr(checkpoint, '_digest', record_digest)
   state = {
     'x': jnp.arange(1000.0),
     'n': jnp.int32(3),
@@ -251,6 +258,7 @@ def test_damage_in_large_files_is_found_by_restoring(
         checkpoint, '_find_checksums', lambda s: find(s | {'n': jnp.int32(2)})
       )
     saved.save(3, state, {})
+  assert {item for item, *_ in hashed} == {'host'}
   monkeypatch.undo()
   if change == 'file':
     _flip(_largest(tmp_path / '3' / 'state'))
@@ -276,6 +284,40 @@ def test_damage_in_large_files_is_found_by_restoring(
     saved.save(3, state, {})
   names = [path.name for path in tmp_path.glob('3*')]
   assert sorted(names) == ['3', '3.damaged', '3.damaged.1']
+
+
+def _save_many_values(folder: pathlib.Path) -> dict:
+  """Saves iterations 1 and 3 with plain values above 1 MiB; returns a state."""
+  state, host = {'x': jnp.arange(4.0)}, {'entropies': [0.5] * 300_000}
+  with checkpoint.Checkpointer(folder) as saved:
+    for iteration in (1, 3):
+      saved.save(iteration, state, host)
+  return state
+
+
+def test_damage_in_large_plain_values_skips_the_checkpoint(tmp_path, capsys):
+  state = _save_many_values(tmp_path)
+  path = tmp_path / '3' / 'host' / 'metadata'
+  assert path.stat().st_size > 1 << 20
+  # They can still be read as JSON.
+  path.write_text(path.read_text().replace('0.5', '0.7', 1))
+  with checkpoint.Checkpointer(tmp_path) as saved:
+    iteration, _, host = saved.restore(checkpoint.abstract_state(state))
+  assert iteration == 1 and set(host['entropies']) == {0.5}
+  assert capsys.readouterr().out == (
+    f'{tmp_path}/3: damaged, skipped: host/metadata has changed since it was '
+    'written\n'
+  )
+
+
+def test_large_plain_values_of_an_older_release_have_no_hash(tmp_path):
+  state = _save_many_values(tmp_path)
+  path = tmp_path / '3' / checkpoint._MANIFEST
+  manifest = json.loads(path.read_text())
+  manifest['files']['host/metadata'][1] = ''
+  path.write_text(json.dumps(manifest))
+  with checkpoint.Checkpointer(tmp_path) as saved:
+    assert saved.restore(checkpoint.abstract_state(state))[0] == 3
 
 
 @pytest.mark.parametrize('flip', [(0, 0), (5, 31), (7, 1)], ids=str)
