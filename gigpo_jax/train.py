@@ -111,6 +111,13 @@ def train(
     has_harness=open_pool is not None,
   )
   open_pool = open_pool or builders.open_pool
+
+  def save_config() -> None:
+    if distributed.is_main_process():
+      run_config.save(
+        config, workdir, inputs=inputs, keep_earlier=allow_config_change
+      )
+
   with (
     preemption.PreemptionGuard(grace_secs) as preemption_guard,
     # Preempted before the loop: there is nothing to save.
@@ -133,12 +140,10 @@ def train(
         ):
           parts = run_builders.make_parts(config, workdir, bundle)
           saver.check(parts.abstract_states())
-          if distributed.is_main_process():
-            run_config.save(
-              config, workdir, inputs=inputs, keep_earlier=allow_config_change
-            )
+          if saver.latest() is None:
+            save_config()
           runner = builders.make_runner(config, bundle, pool, scorer)
-          loop(parts, runner, saver, preemption_guard)
+          loop(parts, runner, saver, preemption_guard, save_config)
 
 
 def loop(
@@ -146,12 +151,24 @@ def loop(
   runner: rollout.EpisodeRunner,
   saver: checkpoint.Checkpointer,
   preemption_guard: preemption.PreemptionGuard,
+  save_config: Callable[[], None],
 ) -> None:
-  """Runs the remaining iterations, then evaluates and exports the policy."""
+  """Runs the remaining iterations, then evaluates and exports the policy.
+
+  Args:
+    parts: the objects of the run.
+    runner: runs the episodes.
+    saver: the checkpoints.
+    preemption_guard: reports SIGTERM.
+    save_config: stores the config in the work directory.
+  """
   config, tasks = parts.config, parts.tasks
   last = None  # (iteration, state, history) of the last finished iteration.
   try:
     state, history, logs = prepare(parts, runner, saver)
+    # A resumed run needs the earlier config until its logs are trimmed, see
+    # `Parts.max_repeated`: a kill may come before that.
+    save_config()
     first = history.next_iteration
     for iteration in range(first, config.num_iterations):
       start, metrics = time.monotonic(), {}

@@ -29,7 +29,12 @@ from gigpo_jax import (
   train,
 )
 from gigpo_jax import config as config_lib
-from gigpo_jax.run import model_builders, run_builders, saved_checkpoint
+from gigpo_jax.run import (
+  model_builders,
+  run_builders,
+  run_state,
+  saved_checkpoint,
+)
 from gigpo_jax.runtime import errors, files
 from gigpo_jax.tools import compare, outcomes, sweep_runs, viewer
 
@@ -122,8 +127,8 @@ def _write_run(workdir: pathlib.Path, **changes: object) -> None:
     **changes: changes of the values that checkpoints hold besides the state.
   """
 
-  def loop(parts, runner, saver, guard):
-    del runner, guard
+  def loop(parts, runner, saver, *_):
+    del runner
     state, history = run_builders.restore_or_init(parts, saver)
     logs = run_builders.open_logs(parts, 0)
     for iteration in range(ITERATIONS):
@@ -309,6 +314,65 @@ def test_what_a_kill_leaves_is_dropped_in_silence(workdir, capsys):
   assert 'bak' not in capsys.readouterr().out
   assert [x['iteration'] for x in metrics.read(workdir)] == [0, 1, 2, 3]
   assert not list(workdir.glob('*.bak*'))
+
+
+def _store_interval(workdir: pathlib.Path, every: int) -> None:
+  """Sets the interval of checkpoints in the stored config of a run."""
+  path = workdir / 'config.json'
+  stored = json.loads(path.read_text())
+  stored['checkpoint']['every'] = every
+  path.write_text(json.dumps(stored))
+
+
+def _stored_interval(workdir: pathlib.Path) -> int:
+  stored = json.loads((workdir / 'config.json').read_text())
+  return stored['checkpoint']['every']
+
+
+def test_a_kill_before_the_logs_are_trimmed_keeps_the_interval(workdir, capsys):
+  # The run was killed 6 iterations after its newest checkpoint.
+  _store_interval(workdir, 20)
+  with (workdir / 'metrics.jsonl').open('a') as file:
+    for iteration in range(ITERATIONS, ITERATIONS + 6):
+      file.write(f'{{"iteration": {iteration}}}\n')
+
+  def start_compilation(*_):
+    raise Started
+
+  # Resumed with checkpoint.every=1, it is killed before it trims its logs.
+  with pytest.MonkeyPatch.context() as patch:
+    patch.setattr(run_builders, 'start_compilation', start_compilation)
+    with pytest.raises(Started):
+      train.train(_config(), str(workdir))
+  _start(workdir)
+  assert 'bak' not in capsys.readouterr().out
+  assert len(metrics.read(workdir)) == ITERATIONS
+  assert not list(workdir.glob('*.bak*'))
+
+
+@pytest.mark.parametrize('is_resumed', [False, True])
+def test_a_resumed_run_stores_its_config_after_compilation(
+  workdir, monkeypatch, is_resumed
+):
+  _store_interval(workdir, 20)
+  if not is_resumed:
+    shutil.rmtree(workdir / 'checkpoints')
+  intervals = []
+
+  def prepare(*_):
+    intervals.append(_stored_interval(workdir))
+    if len(intervals) == 1:
+      raise Started
+    history = run_state.History(iteration=_config().num_iterations - 1)
+    return None, history, None
+
+  monkeypatch.setattr(train, 'prepare', prepare)
+  monkeypatch.setattr(train, 'finish', lambda *_: None)
+  with pytest.raises(Started):
+    train.train(_config(), str(workdir))
+  train.train(_config(), str(workdir))
+  assert intervals == ([20, 20] if is_resumed else [1, 1])
+  assert _stored_interval(workdir) == 1
 
 
 def test_state_without_a_version_resumes(workdir):
