@@ -14,7 +14,9 @@ from gigpo_jax import (
   tasks,
   trajectory,
 )
+from gigpo_jax import metrics as metrics_lib
 from gigpo_jax.run import collection
+from gigpo_jax.runtime import errors
 
 
 def episode(task, group, member, reward, turns=2):
@@ -192,6 +194,31 @@ def test_rounding_is_no_variance():
   assert not group_filter.has_variance(group)
 
 
+def collect_iteration(run_batches, rules, **options):
+  """Returns groups and metrics of iteration 0 with faked episodes."""
+  sections = {'groups': 2, 'horizon': ()}
+  parts = types.SimpleNamespace(
+    config=types.SimpleNamespace(rollout=types.SimpleNamespace(**sections)),
+    learner=types.SimpleNamespace(base={}),
+    group_size=2,
+    sampling=None,
+    carry_over=carry_over.CarryOver(),
+    group_filter=rules,
+    tasks=STREAM,
+    algorithm=algorithms.make('grpo'),
+    add_branches=lambda roots, like, play: roots,
+    stop_if_failed=lambda played: metrics_lib.stop_if_failed(played, 0.25),
+    eval_batch='evaluation',
+  )
+  runner = types.SimpleNamespace(
+    run_batches=run_batches,
+    metrics=dict,
+    sampler=types.SimpleNamespace(release=lambda: None),
+  )
+  state = types.SimpleNamespace(policy=types.SimpleNamespace(params={}))
+  return collection.collect(parts, runner, state, 0, **options)
+
+
 def test_the_statistics_of_a_rollout_include_its_refills():
   calls = []
 
@@ -202,26 +229,28 @@ def test_the_statistics_of_a_rollout_include_its_refills():
     rewards = {task.index: (0, 10 * (len(calls) > 2)) for task in made.tasks}
     return [make_play(rewards)(made.tasks, 0)]
 
-  sections = {'groups': 2, 'horizon': ()}
-  parts = types.SimpleNamespace(
-    config=types.SimpleNamespace(rollout=types.SimpleNamespace(**sections)),
-    learner=types.SimpleNamespace(base={}),
-    group_size=2,
-    sampling=None,
-    carry_over=carry_over.CarryOver(),
-    group_filter=group_filter.GroupFilter(drop_zero_variance=True),
-    tasks=STREAM,
-    algorithm=algorithms.make('grpo'),
-    add_branches=lambda roots, like, play: roots,
-    stop_if_failed=lambda episodes: None,
-  )
-  runner = types.SimpleNamespace(
-    run_batches=run_batches,
-    metrics=dict,
-    sampler=types.SimpleNamespace(release=lambda: None),
-  )
-  state = types.SimpleNamespace(policy=types.SimpleNamespace(params={}))
-  groups, metrics = collection.collect(parts, runner, state, 0)
+  rules = group_filter.GroupFilter(drop_zero_variance=True)
+  groups, metrics = collect_iteration(run_batches, rules)
   # Without variance in the first two batches, the third one is kept.
   assert calls == [False, True, True]
   assert len(groups.kept) == 4 and metrics['filter/refills'] == 2
+
+
+@pytest.mark.parametrize('failed', ['training', 'evaluation'])
+def test_failed_episodes_of_a_rollout_stop_the_run(failed):
+  def run_batches(params, batches, **options):
+    del params, options
+    rewards = dict.fromkeys(range(4), (0.0, 10.0))
+    played = {
+      'training': make_play(rewards)(batches[0].tasks, 0),
+      batches[1]: make_play(rewards)([base.Task('test', 0)], 0),
+    }
+    played[failed] = [
+      dataclasses.replace(t, failure='worker died') for t in played[failed]
+    ]
+    return list(played.values())
+
+  rules = group_filter.GroupFilter()
+  count = {'training': 4, 'evaluation': 2}[failed]
+  with pytest.raises(errors.RunError, match=f'{count} of {count} episodes'):
+    collect_iteration(run_batches, rules, with_evaluation=True)

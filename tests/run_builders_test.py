@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from configs import alfworld
-from gigpo_jax import guard
+from gigpo_jax import checkpoint, guard
 from gigpo_jax.run import run_builders, run_config, run_state, update_inputs
 
 
@@ -20,6 +20,17 @@ def test_a_kill_repeats_iterations_of_the_checkpoints_before_it(tmp_path):
   assert run_builders._max_repeated(config, str(tmp_path)) == 5 * 20 + 1
   (tmp_path / 'config.json').write_text('{"checkpoint": {"every": "x"}')
   assert run_builders._max_repeated(config, str(tmp_path)) == 5 + 1
+
+
+def test_the_good_checkpoint_of_a_guard_is_kept(tmp_path):
+  state = types.SimpleNamespace(to_dict=lambda: {'x': jnp.zeros(4)})
+  with checkpoint.Checkpointer(tmp_path, keep=1) as saver:
+    for iteration, good in ((4, -1), (6, 4)):
+      history = run_state.History(
+        iteration=iteration, guard_state=guard.GuardState(good=good)
+      )
+      run_builders.save(saver, iteration, state, history)
+  assert sorted(path.name for path in tmp_path.iterdir()) == ['4', '6']
 
 
 def test_signals_have_the_learning_rate_of_a_shrunk_step(monkeypatch):

@@ -1,7 +1,10 @@
 """Training runs with skipped updates, failed episodes or no signal."""
 
+import contextlib
+import json
 import types
 
+import group_filter_test
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
@@ -9,9 +12,17 @@ import preloaded
 import pytest
 import small_runs
 
+from configs import alfworld
+from envs import base
 from envs.alfworld import games
-from gigpo_jax import group_filter, metrics, train
-from gigpo_jax.run import run_logs, run_state
+from gigpo_jax import group_filter, metrics, tasks, train
+from gigpo_jax.run import (
+  collection,
+  rollback,
+  run_builders,
+  run_logs,
+  run_state,
+)
 
 
 @pytest.mark.slow
@@ -98,8 +109,45 @@ def test_what_a_run_knows_of_its_past_is_kept(tmp_path, variant, flags):
   run(whole)
   run(parts, '--config.num_iterations=2')
   assert 'resuming' in run(parts)
-  assert small_runs.read_lines(whole)[2]['spent/episodes'] >= 3 * 8
+  spent = small_runs.read_lines(whole)[2]['spent/episodes']
+  assert spent >= 3 * 8
+  if 'sampo' in variant:
+    path = small_runs.newest_checkpoint(whole) / 'host' / 'metadata'
+    outcomes = json.loads(path.read_text())['tasks'].values()
+    assert sum(played for _, played in outcomes) == spent
   small_runs.assert_same_end(parts, whole)
+
+
+def test_outcomes_count_before_the_next_tasks_are_drawn(monkeypatch):
+  sampler = tasks.UncertaintySampler('train', 8, groups=1, seed=0)
+  group = [
+    group_filter_test.episode(base.Task('train', 3), 0, member, 10.0 * member)
+    for member in range(2)
+  ]
+  groups = group_filter.CollectedGroups(group, group, [0, 1], {})
+  drawn, saved = [], []
+  logs = run_logs.RunLogs(metrics.NullWriter())
+  for module, name, fake in (
+    (train, 'prepare', lambda *_: (None, run_state.History(), logs)),
+    (train, 'update', lambda *_: (None, {})),
+    (train, 'finish', lambda *_: None),
+    (collection, 'collect', lambda *_, **__: (groups, {})),
+    (collection, 'prefetch', lambda *_: drawn.append(sampler.state())),
+    (rollback, 'check_alarms', lambda *x: (x[2], x[3], {})),
+    (run_builders, 'save', lambda *x: saved.append(x[3].task_outcomes)),
+  ):
+    monkeypatch.setattr(module, name, fake)
+  config = alfworld.get_config('smoke')
+  config.num_iterations, config.checkpoint.every = 2, 1
+  config.evaluation.every = 0
+  guard = types.SimpleNamespace(
+    defer=contextlib.nullcontext, exit_if_requested=lambda: None
+  )
+  parts = types.SimpleNamespace(config=config, tasks=sampler)
+  train.loop(parts, None, None, guard, lambda: None)
+  # Successes and episodes of task 3 after each iteration.
+  assert saved == [{'3': [1, 2]}, {'3': [2, 4]}]
+  assert drawn == saved
 
 
 def test_an_iteration_without_signal_calls_no_learner():
