@@ -350,7 +350,7 @@ class EpisodeDataset:
     """
     if group is None:
       return self.read_at(self._positions(iteration))
-    return self.read_at(self.positions(iteration)[group])
+    return self.read_at(self.group_positions(iteration)[group])
 
   def read_at(self, positions: Iterable[int]) -> list[dict[str, Any]]:
     """Returns the records at some positions in `source`.
@@ -361,7 +361,7 @@ class EpisodeDataset:
     decode = episode_records.decode
     return [self._decode_at(position, decode) for position in positions]
 
-  def positions(self, iteration: int) -> dict[int, list[int]]:
+  def group_positions(self, iteration: int) -> dict[int, list[int]]:
     """Returns the positions in `source` of the records of each group.
 
     Reads each record of the iteration once.
@@ -395,7 +395,7 @@ class EpisodeDataset:
       ValueError: in one line, if a record is damaged.
     """
     read = functools.partial(episode_records.decode, tokens=tokens)
-    for _, positions in sorted(self.positions(iteration).items()):
+    for _, positions in sorted(self.group_positions(iteration).items()):
       yield [self._decode_at(position, read) for position in positions]
 
   def __iter__(self) -> Iterator[dict[str, Any]]:

@@ -146,7 +146,7 @@ def _positions(
     changed: when the set was last changed.
   """
   del changed  # Only a part of the cache's key.
-  return episodes.open_dataset(folder).positions(number)
+  return episodes.open_dataset(folder).group_positions(number)
 
 
 def _iteration(number: int, groups: list[dict[str, Any]]) -> dict[str, Any]:
