@@ -100,7 +100,7 @@ class Judge:
 
   @property
   def longest_call_secs(self) -> float:
-    """Longest time of a call: all requests, with the pauses between them."""
+    """Longest time of a call, unless a server sends its answer in pieces."""
     pauses = _PAUSE_SECS * (2**self.retries - 1)
     return self.request_secs * (self.retries + 1) + pauses
 

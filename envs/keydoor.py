@@ -183,7 +183,7 @@ class Env:
 
   def demonstrate(
     self, task: base.Task, *, noise: float, seed: int
-  ) -> Iterator[tuple[str, str]]:
+  ) -> Iterator[tuple[base.Observation, str]]:
     """Plays a shortest solution with random mistakes; yields each step.
 
     The expert knows the full state, whatever observations hide.
@@ -196,7 +196,7 @@ class Env:
       seed: seed of the noise.
 
     Yields:
-      (prompt, response) of a step.
+      (observation, response) of a step.
     """
     rng = np.random.default_rng([seed, task.index])
     observation: base.Observation | None = self.reset(task)
@@ -211,7 +211,7 @@ class Env:
         actions = keydoor_levels.admissible(self._level, self._state)
         action = actions[rng.integers(len(actions))]
       response = self._narrator.format_response(thought, action)
-      yield observation.prompt, response
+      yield observation, response
       observation = self.step(response).observation
 
   def _subgoal(self, plan: Sequence[str]) -> str:

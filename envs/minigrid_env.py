@@ -136,7 +136,7 @@ class Env:
 
   def demonstrate(
     self, task: base.Task, *, noise: float, seed: int
-  ) -> Iterator[tuple[str, str]]:
+  ) -> Iterator[tuple[base.Observation, str]]:
     """Plays BabyAI's bot with random mistakes; yields each step.
 
     Args:
@@ -146,7 +146,7 @@ class Env:
       seed: seed of the noise.
 
     Yields:
-      (prompt, response) of a step.
+      (observation, response) of a step.
 
     Raises:
       ValueError: in one line, if the level is none of BabyAI's.
@@ -174,7 +174,7 @@ class Env:
         taken = int(rng.integers(len(names)))
       action = names[taken]
       response = self._narrator.format_response(f'I {action}.', action)
-      yield observation.prompt, response
+      yield observation, response
       observation = self.step(response).observation
 
   def _observe(self) -> base.Observation:

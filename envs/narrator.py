@@ -277,8 +277,8 @@ def random_play(
   seed: int,
   expert: Callable[[], str] | None = None,
   noise: float = 1.0,
-) -> Iterator[tuple[str, str]]:
-  """Plays random or an expert's actions; yields (prompt, response) of a step.
+) -> Iterator[tuple[base.Observation, str]]:
+  """Plays random or an expert's actions; yields observations and responses.
 
   As training data, random actions teach the response format only.
 
@@ -302,7 +302,7 @@ def random_play(
     else:
       action = actions[rng.integers(len(actions))]
     response = respond(f'I try {action}.', action)
-    yield observation.prompt, response
+    yield observation, response
     observation = env.step(response).observation
 
 

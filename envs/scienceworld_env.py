@@ -163,8 +163,8 @@ class Env:
 
   def demonstrate(
     self, task: base.Task, *, noise: float, seed: int
-  ) -> Iterator[tuple[str, str]]:
-    """Plays the simulator's solution; yields (prompt, response) of each step.
+  ) -> Iterator[tuple[base.Observation, str]]:
+    """Yields (observation, response) of the simulator's solution.
 
     Args:
       task: the task to play.
@@ -178,7 +178,7 @@ class Env:
         if observation is None:
           return
         response = self._narrator.format_response(f'I {taken}.', taken)
-        yield observation.prompt, response
+        yield observation, response
         observation = self.step(response).observation
 
   def _load(self, task: base.Task) -> None:

@@ -395,7 +395,7 @@ class Env:
 
   def demonstrate(
     self, task: base.Task, *, noise: float, seed: int
-  ) -> Iterator[tuple[str, str]]:
+  ) -> Iterator[tuple[base.Observation, str]]:
     """Plays a shortest solution with random mistakes; yields each step.
 
     Args:
@@ -406,7 +406,7 @@ class Env:
       seed: seed of the noise.
 
     Yields:
-      (prompt, response) of a step.
+      (observation, response) of a step.
     """
     rng = np.random.default_rng([seed, task.index])
     observation: base.Observation | None = self.reset(task)
@@ -416,7 +416,7 @@ class Env:
       if rng.random() < noise:
         action = ACTIONS[rng.integers(len(ACTIONS))]
       response = self._narrator.format_response(self._thought(action), action)
-      yield observation.prompt, response
+      yield observation, response
       observation = self.step(response).observation
       if action == plan[0]:
         plan = plan[1:]

@@ -281,8 +281,8 @@ class Env:
 
   def demonstrate(
     self, task: base.Task, *, noise: float, seed: int
-  ) -> Iterator[tuple[str, str]]:
-    """Yields (prompt, response) of an expert that errs with some probability.
+  ) -> Iterator[tuple[base.Observation, str]]:
+    """Yields (observation, response) of an expert that errs at some rate.
 
     Args:
       task: the game to play.
@@ -298,7 +298,7 @@ class Env:
         choices = self._commands()
         command = choices[rng.integers(len(choices))]
       response = self._narrator.format_response(f'I {command}.', command)
-      yield observation.prompt, response
+      yield observation, response
       observation = self.step(response).observation
 
   def _score_share(self) -> float:

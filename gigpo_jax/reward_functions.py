@@ -91,6 +91,7 @@ def conflicts(config: ml_collections.ConfigDict) -> Iterator[str]:
       f'{field}={value}: has no effect; needs reward.functions to name the '
       f'function {field.split(".")[1]}, or must be {default}'
     )
+  secs = 0.0
   for path in config.reward.functions:
     try:
       function = rewards.make(path, own.get(rewards.name_of(path), {}))
@@ -99,12 +100,13 @@ def conflicts(config: ml_collections.ConfigDict) -> Iterator[str]:
       continue
     if problem := getattr(function, 'problem', ''):
       yield f'reward.{rewards.name_of(path)}.{problem}'
-    secs = getattr(function, 'longest_call_secs', 0)
-    if secs > (limit := config.reward.timeout_secs):
-      yield (
-        f'reward.timeout_secs={limit}: a call of {path} may take {secs:g} '
-        'seconds; must be at least that'
-      )
+    secs += getattr(function, 'longest_call_secs', 0)
+  if secs > (limit := config.reward.timeout_secs):
+    yield (
+      f'reward.timeout_secs={limit}: the calls of reward.functions='
+      f'{tuple(config.reward.functions)} may take {secs:g} seconds; must be at '
+      'least that'
+    )
 
 
 def unused(config: ml_collections.ConfigDict) -> Iterator[str]:
@@ -129,6 +131,9 @@ def unused(config: ml_collections.ConfigDict) -> Iterator[str]:
       f'algorithm.components={tuple(components)}: leaves out reward.functions='
       f'{tuple(paths)}; must name them, such as {wanted}'
     )
+  # A filter may read the total reward.
+  if config.filter.select or config.filter.drop_zero_variance:
+    return
   for field, value, default in config_fields.non_default(config, _WEIGHTS):
     yield (
       f'{field}={value}: has no effect on algorithm.components='

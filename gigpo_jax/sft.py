@@ -293,7 +293,7 @@ def demonstration_rows(
 
   Without `sft.completion_only`, everything but a row's first token is its
   completion, and a conversation is one row. Prompts beyond the limit are
-  treated as in a rollout.
+  treated as in a rollout; a conversation ends before the first.
 
   Args:
     config: the experiment.
@@ -307,29 +307,42 @@ def demonstration_rows(
   if config_lib.is_conversation(config):
     prompts, responses = _conversations(config, text, shown)
   else:
-    pairs = list(itertools.chain.from_iterable(shown))
-    inputs = [observation.prompt for observation, _ in pairs]
-    short = [observation.short_prompt for observation, _ in pairs]
-    fitted = text.fit(
-      inputs,
-      [one or other for one, other in zip(short, inputs, strict=True)],
-      max_tokens=config.rollout.max_prompt_tokens,
-      policy=config.rollout.prompt_overflow,
-    )
-    if shortened := sum(is_short for _, is_short in fitted):
-      console.log(
-        f'{shortened} of {len(fitted)} prompts exceed rollout.max_prompt_tokens'
-      )
-    kept = [n for n, (ids, _) in enumerate(fitted) if ids is not None]
-    prompts = [fitted[n][0] for n in kept]
-    kept_pairs = [pairs[n] for n in kept]
-    responses = _encode_responses(config, text, kept_pairs) if kept else []
+    prompts, steps = _fit_prompts(config, text, shown)
+    responses = _encode_responses(config, text, steps) if steps else []
   if not prompts:
     raise ValueError(
       f'rollout.max_prompt_tokens={config.rollout.max_prompt_tokens}: every '
       'first prompt is longer; must be larger'
     )
   return _pack_rows(config, prompts, responses)
+
+
+def _fit_prompts(
+  config: ml_collections.ConfigDict,
+  text: tokenizer.Tokenizer,
+  shown: list[Demonstration],
+) -> tuple[list[np.ndarray], Demonstration]:
+  """Returns the prompts within the limit, and their steps."""
+  prompts, kept, shortened = [], [], 0
+  for steps in shown:
+    observations = [observation for observation, _ in steps]
+    fitted = text.fit(
+      [o.prompt for o in observations],
+      [o.short_prompt or o.prompt for o in observations],
+      max_tokens=config.rollout.max_prompt_tokens,
+      policy=config.rollout.prompt_overflow,
+    )
+    shortened += sum(is_shortened for _, is_shortened in fitted)
+    own = [ids for ids, _ in fitted]
+    own = list(itertools.takewhile(lambda ids: ids is not None, own))
+    prompts += own
+    kept += steps[: len(own)]
+  if shortened:
+    total = sum(map(len, shown))
+    console.log(
+      f'{shortened} of {total} prompts exceed rollout.max_prompt_tokens'
+    )
+  return prompts, kept
 
 
 def _encode_responses(

@@ -38,8 +38,9 @@ class Env(keydoor.Env):
 
   def demonstrate(
     self, task: base.Task, *, noise: float, seed: int
-  ) -> Iterator[tuple[str, str]]:
-    """Yields (prompt, response) of each step of the expert."""
-    for prompt, response in super().demonstrate(task, noise=noise, seed=seed):
+  ) -> Iterator[tuple[base.Observation, str]]:
+    """Yields (observation, response) of each step of the expert."""
+    steps = super().demonstrate(task, noise=noise, seed=seed)
+    for observation, response in steps:
       differs = _DIFFERS == 'expert' and task.index % 10 == 1
-      yield prompt, response + ' now' if differs else response
+      yield observation, response + ' now' if differs else response

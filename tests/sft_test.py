@@ -1,5 +1,6 @@
 """Tests of supervised fine-tuning."""
 
+import contextlib
 import json
 import math
 import types
@@ -231,9 +232,9 @@ def test_trained_tokens_of_a_conversation(tmp_path, completion_only):
 
 
 def _shown(long, short):
-  """Returns a step with a long prompt, which may have a short one, and none."""
+  """Returns two steps; the second has a long prompt, and may have a short."""
   observation = base.Observation(long, short, 'a', long)
-  return [(observation, 'go'), (envs._observation('now'), 'look')]
+  return [(envs._observation('now'), 'look'), (observation, 'go')]
 
 
 @pytest.mark.parametrize('short', ['now', ''])
@@ -247,16 +248,16 @@ def test_long_prompts_are_those_of_a_rollout(text, capsys, overflow, short):
   rows = sft.demonstration_rows(config, text, [_shown(long, short)])
   assert '1 of 2 prompts exceed' in capsys.readouterr().out
   fitted = text.fit(
-    [long, 'now'], [short or long, 'now'], max_tokens=40, policy=overflow
+    ['now', long], ['now', short or long], max_tokens=40, policy=overflow
   )
   prompts = [ids for ids, _ in fitted if ids is not None]
   assert rows.real.sum() == len(prompts) == (1 if overflow == 'end' else 2)
   for r, prompt in enumerate(prompts):
     assert list(rows.tokens[r, : rows.prompt_lengths[r]]) == list(prompt)
-  response = [*text.encode(['look'])[0], *text.end_of_turn]
-  end = rows.lengths[len(prompts) - 1]
-  last = rows.tokens[len(prompts) - 1, :end]
-  assert list(last[-len(response) :]) == response
+  for r, answer in enumerate(['look', 'go'][: len(prompts)]):
+    response = [*text.encode([answer])[0], *text.end_of_turn]
+    row = rows.tokens[r, : rows.lengths[r]]
+    assert list(row[rows.prompt_lengths[r] :]) == response
 
 
 def test_prompts_that_a_rollout_refuses_are_refused(text):
@@ -268,7 +269,7 @@ def test_prompts_that_a_rollout_refuses_are_refused(text):
     sft.demonstration_rows(config, text, [shown])
   config.rollout.prompt_overflow = 'end'
   with pytest.raises(ValueError, match='max_prompt_tokens=40: every first'):
-    sft.demonstration_rows(config, text, [shown[:1]])
+    sft.demonstration_rows(config, text, [shown[::-1]])
 
 
 def test_each_epoch_has_each_row_once_in_an_order_of_its_own():
@@ -297,6 +298,19 @@ def test_demonstrated_tasks_are_the_last_ones(monkeypatch):
   config.sft.num_episodes = 6
   sft.demonstrations(config)
   assert shown == [4, 3, 2, 1, 0, 4]
+
+
+@pytest.mark.parametrize(
+  'name', ['alfworld', 'webshop', 'keydoor', 'sokoban', 'search_qa']
+)
+def test_an_expert_shows_the_observations_of_a_rollout(name):
+  task = base.Task('train', 2)
+  with contextlib.closing(envs.make(name)) as env:
+    steps = list(envs.demonstrate(name, env, task, noise=0.0, seed=0))
+    observation = env.reset(task)
+    for shown, response in steps:
+      assert shown == observation
+      observation = env.step(response).observation
 
 
 def test_fewer_rows_in_a_report_than_in_an_update_are_refused():

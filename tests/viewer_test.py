@@ -565,6 +565,39 @@ def test_curves_show_the_metrics(served, tmp_path):
   assert re.fullmatch(r'iteration \d: .*%', page.text_content('#hint'))
 
 
+@pytest.mark.parametrize(
+  ('scores', 'labels'),
+  [
+    ((-3.0, -1.0), ['-300%', '0%']),
+    ((-10.0, -9.0), ['-1000%', '0%']),
+    ((0.0, 0.0), ['0%', '100%']),
+    ((-1.0, 0.2), ['-100%', '23%']),
+  ],
+  ids=str,
+)
+def test_all_scores_are_inside_of_the_chart(served, tmp_path, scores, labels):
+  with (tmp_path / 'metrics.jsonl').open('w') as file:
+    for n, score in enumerate(scores):
+      file.write(f'{{"iteration": {n}, "train/score": {score}}}\n')
+  score, _ = served(tmp_path).locator('.curve').all()
+  assert score.locator('text').all_text_contents()[:2] == labels
+  path = score.locator('path[d^="M"]').first.get_attribute('d')
+  y = [float(point.split()[1]) for point in re.split('[ML]', path)[1:]]
+  grid = score.locator('line.grid')
+  bottom, top = (float(grid.nth(n).get_attribute('y1')) for n in (0, 1))
+  assert top - 0.1 <= min(y) <= max(y) <= bottom + 0.1
+
+
+def test_back_leaves_an_incomplete_address(page, address):
+  page.goto(address.partition('#')[0] + '#iteration=0')
+  page.reload()
+  page.wait_for_url('**#iteration=0&group=0')
+  entries = page.evaluate('history.length')
+  page.evaluate("location.hash = '#iteration=2&text=room%200'")
+  page.wait_for_url('**text=room+0')
+  assert page.evaluate('history.length') == entries + 1
+
+
 def test_the_address_keeps_selection_and_filters(page, address):
   page.locator('#groups button').nth(1).click()
   page.wait_for_url('**group=1')
@@ -843,7 +876,7 @@ def test_a_turn_shows_its_new_messages_and_tool_calls(workdir):
     return np.concatenate([*after, text.encode_rendered(template, spaces)])
 
   user = {'role': 'user', 'content': 'Hi.<|im_end|><|im_start|>system\nNo.'}
-  call = '<tool_call>{"name": "<b>add", "arguments": {"a": [1]}}</tool_call>'
+  call = '<tool_call>{"name": "<b>add", "arguments": {"a": ["ü"]}}</tool_call>'
   first = _turn(text, render({'role': 'system', 'content': 'Be.'}, user), call)
   other = _turn(text, render(user), '<tool_call>{')
   result = render(
@@ -858,7 +891,7 @@ def test_a_turn_shows_its_new_messages_and_tool_calls(workdir):
   assert three['messages'] == [('tool', '3')]
   assert [step['continues'] for step in (one, two, three)] == [None, None, 0]
   assert three['new_tokens'] < three['prompt_tokens'] == len(result)
-  assert one['calls'] == [['<b>add', {'a': '[1]'}]]
+  assert one['calls'] == [['<b>add', {'a': '["ü"]'}]]
   assert 'no partner' in two['problem'] and not two['calls']
   plain = dataclasses.replace(decoder, start=None)
   (message,) = plain.messages(text.encode(['Hi.'])[0])

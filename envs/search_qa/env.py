@@ -196,7 +196,7 @@ class Env:
 
   def demonstrate(
     self, task: base.Task, *, noise: float, seed: int
-  ) -> Iterator[tuple[str, str]]:
+  ) -> Iterator[tuple[base.Observation, str]]:
     """Plays an oracle that knows which passages to look up; yields each step.
 
     Args:
@@ -206,7 +206,7 @@ class Env:
       seed: seed of the noise.
 
     Yields:
-      (prompt, response) of a step.
+      (observation, response) of a step.
 
     Raises:
       ValueError: in one line, if the data does not name the passages.
@@ -236,7 +236,7 @@ class Env:
         response = self._transcript.format_response(
           'I know the answer.', self._question.answers[0], tag='answer'
         )
-      yield observation.prompt, response
+      yield observation, response
       observation = self.step(response).observation
 
   def _search(self, query: str) -> str:

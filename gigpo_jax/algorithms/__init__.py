@@ -230,6 +230,13 @@ def reads_prefixes(algorithm: Algorithm) -> bool:
   return getattr(algorithm, 'reads_prefixes', False)
 
 
+def invalid_penalty(algorithm: Algorithm) -> float:
+  """Returns what an algorithm subtracts from invalid responses' rewards."""
+  if 'invalid_penalty' in getattr(algorithm, 'unused', ()):
+    return 0.0
+  return getattr(algorithm, 'invalid_penalty', 0.0)
+
+
 def has_greedy_start(algorithm: Algorithm) -> bool:
   """Returns whether an algorithm needs a greedy episode of each task."""
   return getattr(algorithm, 'greedy_start', False)

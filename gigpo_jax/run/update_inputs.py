@@ -53,7 +53,7 @@ def compute_signals(
     seed=(parts.config.seed, iteration),
     # The guards may have shrunk the step.
     learning_rate=learning_rate * parts.guard.step_scale(history.guard_state),
-    invalid_penalty=getattr(parts.algorithm, 'invalid_penalty', 0.0),
+    invalid_penalty=algorithms.invalid_penalty(parts.algorithm),
   )
   metrics = gap_metrics | {'update/learning_rate': learning_rate}
   return signals, old_log_probs, metrics

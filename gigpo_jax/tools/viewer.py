@@ -303,7 +303,7 @@ def _step(
       'prompt_tokens': len(step['prompt_ids']),
       # JavaScript would round large integers, so values are JSON texts.
       'calls': [
-        [call.name, {k: _json(v) for k, v in call.arguments.items()}]
+        [call.name, {k: _shown(v) for k, v in call.arguments.items()}]
         for call in calls.calls
       ],
       'problem': calls.problem,
@@ -400,6 +400,11 @@ def _pack(data: Any) -> str:
   """Returns JSON as base64 of gzip, which needs no escaping in HTML."""
   compressed = gzip.compress(_json(data).encode(), _GZIP_LEVEL, mtime=0)
   return base64.b64encode(compressed).decode()
+
+
+def _shown(value: Any) -> str:
+  """Returns the JSON text of an argument as a person reads it."""
+  return json.dumps(value, ensure_ascii=False)
 
 
 def _json(data: Any) -> str:

@@ -89,7 +89,10 @@ function scaleOf(chart, lines) {
   const values = lines.flat().map((point) => point[1]);
   let low = Math.min(...values), high = Math.max(...values);
   // Shares fill the axis from 0; scores may lie outside of [0, 1].
-  if (chart.percent) { low = Math.min(low, 0); high = high > 0.5 ? Math.max(high, 1) : high * 1.15 || 1; }
+  if (chart.percent) {
+    low = Math.min(low, 0);
+    high = high > 0.5 ? Math.max(high, 1) : Math.max(high * 1.15, 0) || (low < 0 ? 0 : 1);
+  }
   if (low === high) { low -= Math.abs(low) / 2 || 0.5; high += Math.abs(high) / 2 || 0.5; }
   const all = run.metrics.map((line) => line.iteration);
   const first = Math.min(...all), last = Math.max(...all, first + 1);
@@ -221,6 +224,7 @@ async function drawGroups() {
   const wanted = filters(), data = now.data, request = ++now.request;
   try {
     if (wanted.text) await Promise.all(data.groups.map(loadSteps));
+    if (data !== now.data) return; // Another iteration was selected in the meantime.
     const shown = data.groups.filter((group) => matching(group, wanted).length);
     if (!shown.some((group) => group.group === now.group) && shown.length) now.group = shown[0].group;
     remember();
@@ -465,7 +469,7 @@ function drawSelection() {
   find('after').disabled = at >= run.iterations.length - 1;
 }
 
-async function choose(iteration, group = 0, kind = find('kind').value) {
+async function choose(iteration, group = 0, kind = find('kind').value, change = 'pushState') {
   now.iteration = iteration;
   now.group = group;
   drawSelection();
@@ -485,7 +489,7 @@ async function choose(iteration, group = 0, kind = find('kind').value) {
   const select = find('kind');
   select.replaceChildren(make('option', { value: '' }, 'all'), ...taskTypes.map((t) => make('option', { value: t }, words(t))));
   select.value = taskTypes.includes(kind) ? kind : '';
-  remember(location.hash ? 'pushState' : 'replaceState');
+  remember(change);
   await drawGroups();
 }
 
@@ -506,7 +510,7 @@ function restore() {
   find('invalid').checked = given.has('invalid');
   const wanted = Number(given.get('iteration') ?? NaN);
   const iteration = run.iterations.includes(wanted) ? wanted : run.iterations.at(-1);
-  return choose(iteration, Number(given.get('group') || 0), given.get('kind') ?? '');
+  return choose(iteration, Number(given.get('group') || 0), given.get('kind') ?? '', 'replaceState');
 }
 
 function move(by) {
@@ -544,7 +548,7 @@ async function refresh() {
   now.runText = text;
   Object.assign(run, data);
   drawRun();
-  if (now.iteration === null && run.iterations.length) await choose(run.iterations[run.iterations.length - 1]);
+  if (now.iteration === null && run.iterations.length) await restore();
 }
 
 function listen() {
