@@ -312,7 +312,7 @@ def test_random_players_draw_legal_moves_if_the_game_lists_none():
     task = base.Task('train', index)
     play = list(env.demonstrate(task, noise=1, seed=0))
     assert 1 <= len(play) <= 3
-    assert not any('invalid' in prompt for prompt, _ in play)
+    assert not any('invalid' in shown.prompt for shown, _ in play)
 
 
 def test_trials_of_moves_do_not_change_the_game():

@@ -30,8 +30,8 @@ def test_walkthrough_wins(env, index):
   steps = list(env.demonstrate(task, noise=0.0, seed=0))
   assert len(steps) == 2
   observation = env.reset(task)
-  for prompt, response in steps:
-    assert observation.prompt == prompt
+  for shown, response in steps:
+    assert observation == shown
     result = env.step(response)
     observation = result.observation
   assert result.success and result.done and result.valid
