@@ -420,8 +420,8 @@ class Env:
 
   def demonstrate(
     self, task: base.Task, *, noise: float, seed: int
-  ) -> Iterator[tuple[str, str]]:
-    """Returns (prompt, response) of random play; see `narrator.random_play`.
+  ) -> Iterator[tuple[base.Observation, str]]:
+    """Returns (observation, response) of random moves, as `random_play`.
 
     Moves are drawn from those that the game lists, otherwise from `actions`; in
     a game for two, from the legal ones.
