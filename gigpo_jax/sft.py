@@ -323,25 +323,25 @@ def _fit_prompts(
   shown: list[Demonstration],
 ) -> tuple[list[np.ndarray], Demonstration]:
   """Returns the prompts within the limit, and their steps."""
-  prompts, kept, shortened = [], [], 0
-  for steps in shown:
-    observations = [observation for observation, _ in steps]
-    fitted = text.fit(
-      [o.prompt for o in observations],
-      [o.short_prompt or o.prompt for o in observations],
-      max_tokens=config.rollout.max_prompt_tokens,
-      policy=config.rollout.prompt_overflow,
+  observations = [o for o, _ in itertools.chain.from_iterable(shown)]
+  # All at once, because tokenizers encode batches in parallel.
+  fitted = text.fit(
+    [o.prompt for o in observations],
+    [o.short_prompt or o.prompt for o in observations],
+    max_tokens=config.rollout.max_prompt_tokens,
+    policy=config.rollout.prompt_overflow,
+  )
+  if shortened := sum(is_shortened for _, is_shortened in fitted):
+    console.log(
+      f'{shortened} of {len(fitted)} prompts exceed rollout.max_prompt_tokens'
     )
-    shortened += sum(is_shortened for _, is_shortened in fitted)
-    own = [ids for ids, _ in fitted]
+  prompts, kept, rest = [], [], iter(fitted)
+  for steps in shown:
+    own = [ids for ids, _ in itertools.islice(rest, len(steps))]
+    # An episode ends before a prompt without ids.
     own = list(itertools.takewhile(lambda ids: ids is not None, own))
     prompts += own
     kept += steps[: len(own)]
-  if shortened:
-    total = sum(map(len, shown))
-    console.log(
-      f'{shortened} of {total} prompts exceed rollout.max_prompt_tokens'
-    )
   return prompts, kept
 
 

@@ -182,8 +182,8 @@ def test_a_response_has_the_mode_of_its_longest_prefix():
   # White space around prefixes and responses does not count.
   texts = ('\n<a>', '<a>\n\n</a>\n\n')
   responses = ('<a>x', '\n<a>x', '<a>\n\n</a>', ' <a>\n\n</a>\n\nx')
-  found = [forced_prefixes.find(response, texts) for response in responses]
-  assert found == [0, 0, 1, 1]
+  modes = [forced_prefixes.find(response, texts) for response in responses]
+  assert modes == [0, 0, 1, 1]
 
 
 def test_earlier_prefixes_are_part_of_a_conversation(tmp_path):
