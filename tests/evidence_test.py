@@ -135,6 +135,61 @@ def test_power_by_hand():
   assert rejected.mean() == pytest.approx(0.8, abs=0.01)
 
 
+def test_power_counts_the_noise_of_tasks():
+  # Gaps 1 0 and 0 1: the seeds agree by chance.
+  by_seed = {'gigpo': [(1, 0), (0, 1)], 'grpo': [(0, 0), (0, 0)]}
+  tests = outcomes.group(
+    [
+      outcomes.make_result(
+        ('a', name, seed),
+        {t: [bool(x)] for t, x in zip('ab', successes, strict=True)},
+      )
+      for name, by_task in by_seed.items()
+      for seed, successes in enumerate(by_task)
+    ]
+  )
+  gap = paired.compare_results(tests['a']['gigpo'], tests['a']['grpo'])
+  ((*_, deviation, detected, _, seeds),) = _rows(
+    evidence.power_table(tests, 'gigpo', 'grpo')
+  )
+  assert deviation == '0.0' and gap.error > 0
+  noise = gap.error * 2**0.5
+  assert detected == f'{100 * paired.detectable(noise, 2):.1f}'
+  assert int(seeds) == paired.seeds_needed(0.02, noise)
+
+
+def test_further_seeds_and_unfinished_methods_change_no_order():
+  rng = np.random.default_rng(0)
+  names = 'abcdef'
+  rates = {e: {name: list(rng.random(5)) for name in names} for e in ('x', 'y')}
+  measures = {e: {name: rng.random() for name in names} for e in rates}
+  tests = _results(rates)
+  ranks = evidence.ranks_table(tests, least_methods=6)
+  order = evidence.order_table(tests, measures, least=5)
+  for by_name in rates.values():
+    by_name['a'] += [9.0] * 5
+  tests = _results(rates)
+  assert evidence.order_table(tests, measures, least=5) == order
+  rates['x']['g'] = rates['y']['g'] = [0.5] * 4
+  assert evidence.ranks_table(_results(rates), least_methods=6) == ranks
+
+
+def test_the_noise_of_ranks_is_enlarged():
+  # A third of the resamples of `high` lack its last seed: their mean is 0.5,
+  # and 0.52 - 0.02 sqrt(5 / 4) = 0.4976 after the enlargement.
+  rates = {'a': {'high': [0.5] * 4 + [0.6], 'low': [0.499] * 5}}
+  rows = _rows(evidence.ranks_table(_results(rates), least_methods=2))
+  assert rows == [['high', '52.0', '1 [1, 2]'], ['low', '49.9', '2 [1, 2]']]
+
+
+def test_methods_with_equal_success_have_no_significant_order():
+  rates = {'x': {name: [0.5] for name in 'abcde'}}
+  measures = {'x': {name: n / 5 for n, name in enumerate('abcde')}}
+  with np.errstate(invalid='ignore'):
+    (row,) = _rows(evidence.order_table(_results(rates), measures, least=5))
+  assert row[3] == '1'
+
+
 def test_rank_correlations_are_those_of_scipy():
   rng = np.random.default_rng(0)
   rates = {e: {n: [rng.random()] for n in 'abcdefgh'} for e in ('x', 'y')}

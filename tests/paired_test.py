@@ -144,6 +144,7 @@ def test_seeds_needed_detect_the_difference():
 
 def test_seeds_needed_without_a_deviation_or_a_difference():
   assert paired.seeds_needed(5, 0) == 2
+  assert paired.seeds_needed(0.02, 1e-17) == 2  # Of equal floats.
   with pytest.raises(ValueError, match='difference=0: too small'):
     paired.seeds_needed(0, 6)
   with pytest.raises(ValueError, match='difference=0: too small'):
@@ -204,6 +205,8 @@ def test_the_table_compares_shared_seeds():
   assert lines[3].endswith('] | 2 | 0.72 |')  # Twice 0.36, see above.
   assert lines[4].startswith('| ppo | 2 | 25.0 | 25.0 | +0.0 [')
   assert lines[4].endswith('| 1 | 1 |')
+  methods['ppo'][2] = _result('ppo', 2, (0,) * 4, known=False)
+  assert paired.table(methods).splitlines() == lines
   alone = paired.table({'grpo': methods['grpo']}).splitlines()
   assert alone[0] == '| method | seeds | success, 4 tasks | IQM |'
   assert alone[2] == '| grpo | 2 | 37.5 | 37.5 |'

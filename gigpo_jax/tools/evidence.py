@@ -214,6 +214,8 @@ def ranks_table(tests: Tests, least_methods: int) -> str:
 def power_table(tests: Tests, one: str, other: str) -> str:
   """Returns what the seeds of each environment can detect.
 
+  The test is that of `paired.compare`, whose error also covers tasks.
+
   Args:
     tests: results by environment, name and seed.
     one: the method of the difference.
@@ -225,12 +227,13 @@ def power_table(tests: Tests, one: str, other: str) -> str:
     if not gap or gap.seeds < 2:
       continue
     bound = gap.mean + scipy.stats.t.ppf(0.95, gap.seeds - 1) * gap.error
-    detected = paired.detectable(gap.deviation, gap.seeds)
+    deviation = gap.error * gap.seeds**0.5
+    detected = paired.detectable(deviation, gap.seeds)
     rows.append(
       (
         *(environment, gap.seeds, f'{100 * gap.deviation:.1f}'),
         *(f'{100 * detected:.1f}', f'{100 * bound:+.1f}'),
-        paired.seeds_needed(0.02, gap.deviation),
+        paired.seeds_needed(0.02, deviation),
       )
     )
   columns = (
@@ -284,5 +287,5 @@ def order_table(
 
 def _permuted_cells(values_B: Float[np.ndarray, ' B']) -> tuple[str, str]:
   """Returns the first value, and the share of values as far from 0."""
-  p = np.mean(np.abs(values_B) >= abs(values_B[0]) - 1e-9)
+  p = 1 - np.mean(np.abs(values_B) < abs(values_B[0]) - 1e-9)
   return f'{values_B[0]:+.2f}', f'{p:.2g}'

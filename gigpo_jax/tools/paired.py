@@ -252,7 +252,7 @@ def seeds_needed(
   Raises:
     ValueError: if no number of seeds is sufficient.
   """
-  if difference and not deviation:
+  if difference and deviation < _ROUNDING:
     return 2
   for seeds in range(2, 10_000 if difference else 0):
     critical = scipy.stats.t.ppf(1 - level / 2, seeds - 1)
