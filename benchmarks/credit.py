@@ -51,6 +51,7 @@ from gigpo_jax import (
 from gigpo_jax import config as config_lib
 from gigpo_jax.algorithms import vineppo
 from gigpo_jax.run import model_builders
+from gigpo_jax.runtime import files
 from gigpo_jax.tools import law, plots
 from launch import command, interrupt
 
@@ -71,12 +72,19 @@ def main() -> None:
 
   def run(config, workdir: str) -> None:
     del workdir
+    if groups.value < 2:
+      raise ValueError(
+        f'--num_groups={groups.value}: intervals are those over groups; must '
+        'be at least 2'
+      )
+    config.rollout.groups = groups.value
     config_lib.validate(config)
     if count.value < 2 or count.value % 2:
       raise ValueError(
         f'--continuations={count.value}: two halves are compared; must be even '
         'and above 0'
       )
+    check_files(output.value, summary.value)
     compared = measure(config, groups.value, count.value, output.value)
     if summary.value:
       name, variant = config.env.name, config.get('variant', '')
@@ -336,6 +344,20 @@ def print_table(compared: dict) -> None:
     ]
     lines.append((label, *texts))
   print(plots.table(('method', 'cosine', 'minus gigpo', 'exact'), lines))
+
+
+def check_files(output: str, summary: str) -> None:
+  """Checks the files of results before the episodes are played.
+
+  Raises:
+    ValueError: in one line, if one has no folder, or the summary is another
+      file.
+  """
+  for flag, path in (('output', output), ('summary', summary)):
+    if not pathlib.Path(path).parent.is_dir():
+      raise ValueError(f'--{flag}={path}: no such folder')
+  if pathlib.Path(summary).is_file():
+    files.read_object(pathlib.Path(summary))
 
 
 def save(path: pathlib.Path, setting: str, compared: dict) -> None:

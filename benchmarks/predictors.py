@@ -211,6 +211,8 @@ def main() -> None:
   )  # fmt: skip
   parser.add_argument('--expert_noise', type=float)
   options = parser.parse_args()
+  if options.output and not pathlib.Path(options.output).parent.is_dir():
+    parser.error(f'--output={options.output}: no such folder')
   runs = find_runs(options.config, options.sweep, options.set)
   cells, measured = [], {}
   for name, run in runs.items():

@@ -99,3 +99,32 @@ def test_table_of_random_walks(credit, monkeypatch, capsys, tmp_path):
   ceiling, half = re.search(r'ceiling (.*), VinePPO .* (.*)', line).groups()
   assert float(ceiling) == pytest.approx(cosines[0], abs=0.02)
   assert float(half) == pytest.approx(np.mean(cosines[1:]), abs=0.02)
+
+
+def test_the_exact_cosine_has_the_noise_of_both_oracles(credit):
+  # A method that equals the oracle: its cosine is 1 in all resamples, and
+  # only the ceiling varies.
+  groups = np.repeat(np.arange(6), 4)
+  rng = np.random.default_rng(0)
+  exact = rng.normal(size=24)
+  halves = [exact + rng.normal(size=24) for _ in range(2)]
+  oracle = sum(halves) / 2
+  advantages = {'oracle 0': oracle, 'oracle 1': halves[0]}
+  advantages |= {'oracle 2': halves[1], 'gigpo': oracle}
+  compared = credit.compare(groups, advantages)
+  cells = compared['methods']['gigpo']
+  assert cells['cosine'] == pytest.approx((1, 1, 1))
+  value, low, high = cells['exact']
+  assert value == pytest.approx(1 / compared['ceiling'])
+  assert 1 < low < value - 0.01 and high > value + 0.01
+
+
+def test_files_of_results_are_checked_before_the_episodes(credit, tmp_path):
+  credit.check_files('', '')
+  credit.check_files(str(tmp_path / 'a.npz'), str(tmp_path / 'new.json'))
+  for flag, paths in (('output', ('no/a', '')), ('summary', ('', 'no/a'))):
+    with pytest.raises(ValueError, match=f'--{flag}=no/a: no such folder'):
+      credit.check_files(*paths)
+  (tmp_path / 'list.json').write_text('[]')
+  with pytest.raises(ValueError, match='list.json: holds no JSON object'):
+    credit.check_files('', str(tmp_path / 'list.json'))

@@ -71,3 +71,19 @@ def test_tables_of_earlier_releases_have_no_outcomes(tmp_path):
   path.write_text(f'{header}\ntoy,a,0,9,0.5,9,x,,ff\n')
   with pytest.raises(ValueError, match='1 bytes of outcomes, 9 episodes'):
     outcomes.read(path)
+
+
+def test_damaged_tables_are_refused_in_one_line(tmp_path):
+  path = tmp_path / 'x_tests.csv'
+  line = 'toy,gigpo,3,4,0.5\n'
+  path.write_text('experiment,name,seed,tasks,success\n' + 2 * line)
+  with pytest.raises(ValueError) as error:
+    outcomes.read(path)
+  assert str(error.value) == (
+    f'{path}: toy, gigpo, seed 3: has 2 lines; must be one'
+  )
+  # The csv module refuses long fields, as JSON files have, by its own error.
+  path.write_text('{"episodes": "' + 'x' * 200_000)
+  with pytest.raises(ValueError, match='not a table of tests') as error:
+    outcomes.read(path)
+  assert len(str(error.value)) < 400 and '\n' not in str(error.value)

@@ -77,3 +77,13 @@ def test_interval_of_success_counts_groups(predictors, successes, independent):
   successes = np.array(successes, bool)
   expected = metrics.wilson(successes.mean() * independent, independent)
   assert predictors.success_interval(successes) == pytest.approx(expected)
+
+
+def test_a_missing_folder_is_refused_before_the_episodes(
+  predictors, monkeypatch, capsys
+):
+  command = ['predictors.py', '--config=none.py', '--output=no/a.json']
+  monkeypatch.setattr(sys, 'argv', command)
+  with pytest.raises(SystemExit):
+    predictors.main()
+  assert '--output=no/a.json: no such folder' in capsys.readouterr().err

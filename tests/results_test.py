@@ -1,6 +1,7 @@
 """Tests of the generated parts of docs/results.md and README.md."""
 
 import re
+import sys
 
 import numpy as np
 import pytest
@@ -59,6 +60,9 @@ def test_the_dial_compares_methods_with_grpo_by_setting():
   assert rows[0][10].startswith('+12.5')
   assert rows[1][9].startswith('+25.0')
   assert rows[1][10] == '–'
+  tests['gigpo'][1] = outcomes.Result('keydoor', 'gigpo', 1, 8, 0.75)
+  with pytest.raises(ValueError, match='gigpo, seed 1: has other test tasks'):
+    results.dial_table(tests, dict.fromkeys(settings, values))
 
 
 def _row(name, seed, iteration, rate, steps=0.0, **known):
@@ -126,7 +130,9 @@ def test_effects_prefer_tests_to_evaluations(tmp_path):
     for name, rates in (('grpo', (0.2, 0.3)), ('gigpo', (0.4, 0.7)))
     for seed, rate in enumerate(rates)
   ]
-  found = results.measured_effects({}, rows, 'gigpo')
+  alone = [_row(n, 0, 9, 0.5) | {'experiment': 'x'} for n in ('grpo', 'gigpo')]
+  found = results.measured_effects({}, rows + alone, 'gigpo')
+  assert 'x' not in found  # A single pair has no interval.
   gap = paired.compare_seeds([0.2, 0.4])
   assert found['toy'] == pytest.approx([100 * x for x in gap[:3]])
   tests = {
@@ -173,3 +179,14 @@ def test_an_environment_without_a_pair_of_seeds_has_no_row(monkeypatch):
   assert '| toy | 50.0 (1) | 62.5 (2) | – | – | +25.0 (1) | – |' in (
     results.readme_block()
   )
+  # Two pairs have no interval.
+  tests['toy']['grpo'][1] = outcomes.Result('toy', 'grpo', 1, 4, 0.5)
+  assert '| +12.5 (2) | – |' in results.readme_block()
+
+
+def test_a_missing_page_is_one_line(tmp_path, monkeypatch, capsys):
+  monkeypatch.setattr(results, 'PAGES', (tmp_path / 'results.md',))
+  monkeypatch.setattr(sys, 'argv', ['results'])
+  assert results.main() == 2
+  error = capsys.readouterr().err
+  assert 'results.md' in error and error.count('\n') == 1

@@ -93,6 +93,9 @@ def test_finished_runs_are_gathered_and_not_rerun(tmp_path):
   # Seed 0 of run a has a last rate of 40.
   assert lines[3] == '| b | 1 | 11 | 50.0 | 10.0 | 47.3 | 47.3 | 50.0 |'
   assert 'minus' not in sweep_table.table(evaluations[:4])  # Run a alone.
+  # Without seed 0 of run a, no seed is shared.
+  unpaired = sweep_table.table(evaluations[2:]).splitlines()
+  assert 'minus' not in unpaired[0] and '| b | 1 | 11 | 50.0 |' in unpaired[3]
   sweep_table.draw(evaluations, tmp_path / 'curves.png')
   assert (tmp_path / 'curves.png').stat().st_size > 5000
 
@@ -780,7 +783,8 @@ def test_an_experiment_divides_the_runs_of_a_config_file(tmp_path):
 
 def test_a_table_of_another_kind_is_one_short_line(tmp_path):
   path = tmp_path / 'picture.csv'
-  path.write_bytes(bytes(range(256)) * 9)
-  with pytest.raises(ValueError, match='not a table of a sweep') as error:
-    sweep_table.read(str(path))
-  assert len(str(error.value)) < 400 and '\n' not in str(error.value)
+  for content in (bytes(range(256)) * 9, b'{"a": "' + b'x' * 200_000):
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match='not a table of a sweep') as error:
+      sweep_table.read(str(path))
+    assert len(str(error.value)) < 400 and '\n' not in str(error.value)

@@ -5,6 +5,7 @@ in hexadecimal digits, ordered by task, so that policies of several machines can
 be compared task by task. `task_list` is a digest of the names of the tasks.
 """
 
+import collections
 import csv
 import dataclasses
 import hashlib
@@ -162,16 +163,25 @@ def read(path: str | pathlib.Path) -> list[Result]:
   Tables of earlier releases have no outcomes.
 
   Raises:
-    ValueError: in one line, if the file is not such a CSV.
+    ValueError: in one line, if the file is not such a CSV, or has several lines
+      of a policy.
   """
   try:
     with open(path, newline='', encoding='utf-8') as file:
-      return [_read_line(line) for line in csv.DictReader(file)]
-  except (OSError, KeyError, TypeError, ValueError) as error:
+      results = [_read_line(line) for line in csv.DictReader(file)]
+  except (OSError, KeyError, TypeError, ValueError, csv.Error) as error:
     raise ValueError(
       f'{path}: not a table of tests ({error!r:.200}); must be the CSV '
       '*_tests.csv that launch/sweep.py writes'
     ) from error
+  counts = collections.Counter(result.key for result in results)
+  for (experiment, name, seed), count in counts.items():
+    if count > 1:
+      raise ValueError(
+        f'{path}: {experiment}, {name}, seed {seed}: has {count} lines; must '
+        'be one'
+      )
+  return results
 
 
 def _read_line(line: Mapping[str, str]) -> Result:

@@ -246,11 +246,15 @@ def dial_table(
   Args:
     results: results by name, such as 'decoys 4 gigpo', and seed.
     predictors: metrics by setting.
+
+  Raises:
+    ValueError: in one line, if policies have played different tasks.
   """
   names = law.BASELINE, GIGPO, 'g2po'
   named = {('keydoor', name): by_seed for name, by_seed in results.items()}
   rows = []
   for setting, by_method in law.by_setting(named).items():
+    paired.check_tasks(by_method)
     grpo, *others = (by_method.get(name, {}) for name in names)
     gaps = [paired.compare_results(by_seed, grpo) for by_seed in others]
     if gaps[0] is None:
@@ -595,7 +599,7 @@ def main() -> int:
       text = with_blocks(path.read_text(encoding='utf-8'))
       path.write_text(text, encoding='utf-8')
     draw_all()
-  except ValueError as error:
+  except (OSError, ValueError) as error:
     sys.stderr.write(f'{error}\n')
     return 2
   return 0

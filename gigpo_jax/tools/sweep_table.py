@@ -84,7 +84,7 @@ def read(
       | {name: float(line[name]) if line.get(name) else None for name in MEANS}
       for line in lines
     ]
-  except (OSError, KeyError, TypeError, ValueError) as error:
+  except (OSError, KeyError, TypeError, ValueError, csv.Error) as error:
     raise ValueError(
       f'{path}: not a table of a sweep ({type(error).__name__}: '
       f'{error}); must be the CSV that launch/sweep.py writes'
