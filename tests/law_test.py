@@ -101,6 +101,10 @@ def test_the_best_method_is_chosen_on_other_seeds(tmp_path):
   write_table(tmp_path / 't.csv', runs)
   found = law.effects(sweep_table.read(tmp_path / 't.csv'), law.BEST)
   assert found['toy'] == pytest.approx((15, 5, 2))
+  # A method of a single seed has no others that could select it.
+  write_table(tmp_path / 't.csv', [('toy', 'single', 0, 0.9), *runs])
+  rows = sweep_table.read(tmp_path / 't.csv')
+  assert law.effects(rows, law.BEST) == found
 
 
 def test_names_of_runs_are_settings_and_methods():
@@ -123,6 +127,12 @@ def test_a_law_whose_error_looks_equal_is_no_better():
     for error in (3.1, 3.2)
   )
   assert '(better than' in better and 'NO better' in equal
+
+
+def test_the_interval_of_a_prediction_by_hand():
+  # Student's t with 4 - 1 - 1 = 2 degrees of freedom: 4.303.
+  fitted = law.Law('gigpo', 1.0, {REVISITS: 2.0}, 3.0, 4.0, 4, {})
+  assert fitted.half_width == pytest.approx(3 * 4.303, rel=1e-4)
 
 
 def test_leave_one_out_errors():

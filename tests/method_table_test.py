@@ -1,14 +1,13 @@
 """Tests of docs/methods.md."""
 
 import importlib
-import pathlib
 import re
 
 import pytest
 
 from configs import base
 from gigpo_jax.run import config_fields
-from gigpo_jax.tools import method_table
+from gigpo_jax.tools import method_table, outcomes, sweep_table
 
 PAGE = method_table.PROJECT / 'docs' / 'methods.md'
 
@@ -71,24 +70,40 @@ def test_docstrings_explain_options():
 def test_measured_rows_come_from_the_results(tmp_path, monkeypatch):
   folder = tmp_path / 'docs' / 'results'
   folder.mkdir(parents=True)
-  lines = [
-    'experiment,name,seed,iteration,eval/success_rate',
-    'alfworld,grpo,0,0,0.1',
-    'alfworld,grpo,0,56,0.4',
-    'alfworld,grpo,1,56,0.5',
-    'webshop,grpo,0,80,0.9',
+  rows = [
+    {'experiment': experiment, 'name': 'grpo', 'seed': seed}
+    | {'iteration': iteration, 'eval/success_rate': rate}
+    for experiment, seed, iteration, rate in (
+      ('alfworld', 0, 0, 0.1),
+      ('alfworld', 0, 56, 0.4),
+      ('alfworld', 1, 56, 0.5),
+      ('alfworld', 2, 56, 0.6),
+      ('webshop', 0, 80, 0.9),
+      ('webshop', 1, 80, 0.9),
+    )
   ]
-  (folder / 'main.csv').write_text('\n'.join(lines))
-  monkeypatch.setattr(method_table, 'PROJECT', pathlib.Path(tmp_path))
-  # Mean of 40 and 50, standard error 7.07 / sqrt(2); one seed is no result.
-  assert method_table._measured('grpo', 'alfworld') == '45.0 ± 5.0'
+  sweep_table.write(folder / 'main.csv', rows)
+  monkeypatch.setattr(method_table, 'PROJECT', tmp_path)
+  # Mean of 40, 50 and 60, standard error 10 / sqrt(3); two seeds are too few.
+  assert method_table._measured('grpo', 'alfworld') == '50.0 ± 5.8'
   assert method_table._measured('grpo', 'webshop') == '–'
   assert method_table._measured('gigpo', 'alfworld') == '–'
+
+
+def test_tests_replace_evaluations(tmp_path, monkeypatch):
   # Tests have more tasks than the evaluations of a run.
-  lines = [
-    'experiment,name,seed,tasks,success',
-    'alfworld,grpo,0,512,0.42',
-    'alfworld,grpo,1,512,0.44',
+  folder = tmp_path / 'docs' / 'results'
+  folder.mkdir(parents=True)
+  rows = [
+    {'experiment': 'alfworld', 'name': 'grpo', 'seed': seed}
+    | {'iteration': 56, 'eval/success_rate': 0.9}
+    for seed in range(3)
   ]
-  (folder / 'credit_tests.csv').write_text('\n'.join(lines))
-  assert method_table._measured('grpo', 'alfworld') == '43.0 ± 1.0'
+  sweep_table.write(folder / 'main.csv', rows)
+  results = [
+    outcomes.Result('alfworld', 'grpo', seed, 512, rate)
+    for seed, rate in enumerate((0.42, 0.43, 0.44))
+  ]
+  outcomes.write(folder / 'credit_tests.csv', results)
+  monkeypatch.setattr(method_table, 'PROJECT', tmp_path)
+  assert method_table._measured('grpo', 'alfworld') == '43.0 ± 0.6'

@@ -6,8 +6,8 @@ section `Attributes` of the class explains its options. Results are read from
 docs/results. `python -m gigpo_jax.algorithms` prints the page.
 """
 
-import csv
 import dataclasses
+import functools
 import importlib
 import inspect
 import pathlib
@@ -21,11 +21,12 @@ import numpy as np
 
 from gigpo_jax import algorithms, modulators, options, selectors
 from gigpo_jax import config as config_lib
-from gigpo_jax.tools import plots
+from gigpo_jax.tools import plots, sweep_table
 
 PROJECT = pathlib.Path(__file__).parents[2]
-# Tables of docs/results, by falling precedence, and the columns of the page.
+# Experiments of docs/results, and their columns of the page.
 _EXPERIMENTS = {'alfworld': 'ALFWorld', 'webshop': 'WebShop'}
+_LEAST_SEEDS = 3  # Fewer are not shown.
 _NONE = '–'
 
 
@@ -264,9 +265,10 @@ _INTRODUCTION = (
   'otherwise saves.',
   'The columns ALFWorld and WebShop are the measured final success in % on '
   'unseen tasks in `:mini`, mean ± standard error over seeds: at least three '
-  'seeds and 500 tasks, or five seeds and 128 tasks of an earlier table; see '
-  '[Results](results.md). – means implemented, not measured. No option below '
-  'the selectors is measured alone.',
+  'seeds and 500 tasks, or five seeds and 128 tasks of an earlier table. Means '
+  'of different numbers of seeds are not comparable; [Results](results.md) '
+  'compares the methods in pairs. – means implemented, not measured. No option '
+  'below the selectors is measured alone.',
   'Symbols: E return of an episode, G discounted return from a step, A_E and '
   'A_S episode and step advantage, H entropy, p share of successes, sg no '
   'gradient. The docstrings define the others.',
@@ -409,36 +411,36 @@ def _cost(plugin: type) -> str:
 
 def _measured(name: str, experiment: str) -> str:
   """Returns the final success of the runs with a name, over seeds."""
-  rates = _tests(name, experiment) or _last_evaluations(name, experiment)
-  if len(rates) < 2:
+  folder = PROJECT / 'docs' / 'results'
+  key = experiment, name
+  rates = _tests(folder).get(key) or _last_evaluations(folder).get(key, [])
+  if len(rates) < _LEAST_SEEDS:
     return _NONE
   error = np.std(rates, ddof=1) / len(rates) ** 0.5
   return f'{100 * np.mean(rates):.1f} ± {100 * error:.1f}'
 
 
-def _tests(name: str, experiment: str) -> list[float]:
-  """Returns the success in the tests of the credit benchmark, by seed."""
-  lines = _lines('credit_tests', name, experiment)
-  return [float(line['success']) for line in lines]
+@functools.cache
+def _tests(folder: pathlib.Path) -> dict[tuple[str, str], list[float]]:
+  """Returns the success in the tests of the credit benchmark, by seed.
+
+  The keys are experiments and names of runs.
+  """
+  rates = {}
+  for result in sweep_table.read_tests(folder / 'credit.csv'):
+    key = result.experiment, result.name
+    rates.setdefault(key, []).append(result.success)
+  return rates
 
 
-def _last_evaluations(name: str, experiment: str) -> list[float]:
+@functools.cache
+def _last_evaluations(
+  folder: pathlib.Path,
+) -> dict[tuple[str, str], list[float]]:
   """Returns the success in the last evaluations of the main runs, by seed."""
-  final: dict[str, tuple[int, float]] = {}
-  for line in _lines('main', name, experiment):
-    value = int(line['iteration']), float(line['eval/success_rate'])
-    final[line['seed']] = max(value, final.get(line['seed'], value))
-  return [rate for _, rate in final.values()]
-
-
-def _lines(table: str, name: str, experiment: str) -> list[dict[str, str]]:
-  """Returns the lines of a table of results about the runs with a name."""
-  path = PROJECT / 'docs' / 'results' / f'{table}.csv'
-  if not path.is_file():
-    return []
-  with path.open(newline='', encoding='utf-8') as file:
-    return [
-      line
-      for line in csv.DictReader(file)
-      if (line['name'], line['experiment']) == (name, experiment)
-    ]
+  rates = {}
+  rows = sweep_table.read(folder / 'main.csv', missing_ok=True)
+  for (experiment, name, _), curve in sweep_table.by_run(rows).items():
+    rate = curve[-1]['eval/success_rate']
+    rates.setdefault((experiment, name), []).append(rate)
+  return rates
