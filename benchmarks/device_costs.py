@@ -134,12 +134,20 @@ def load(name: str) -> Device:
     name: a name in DEVICES; or a path, whose fields replace those of the
       device that its field "device" names.
   """
+  device = DEVICES[device_name(name)]
   if name in DEVICES:
-    return DEVICES[name]
+    return device
   fields = json.loads(pathlib.Path(name).read_text())
-  device = DEVICES[fields.pop('device')]
+  del fields['device']
   sources = device.sources | dict.fromkeys(fields, pathlib.Path(name).name)
   return dataclasses.replace(device, sources=sources, **fields)
+
+
+def device_name(name: str) -> str:
+  """Returns the name in DEVICES of what `load` returns."""
+  if name in DEVICES:
+    return name
+  return json.loads(pathlib.Path(name).read_text())['device']
 
 
 @dataclasses.dataclass(frozen=True)

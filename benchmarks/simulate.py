@@ -554,7 +554,10 @@ def _parser() -> argparse.ArgumentParser:
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
   parser.add_argument('--what', choices=tuple(_TABLES), default='parts')
   parser.add_argument(
-    '--setting', choices=SETTINGS, nargs='+', default=list(SETTINGS)
+    '--setting',
+    choices=SETTINGS,
+    nargs='+',
+    help='default: all, or with --costs all of its device',
   )
   parser.add_argument('--costs', help='JSON file with rates of a device')
   default = Options()
@@ -585,9 +588,37 @@ def _parser() -> argparse.ArgumentParser:
   return parser
 
 
+def choose_settings(names: Sequence[str] | None, costs: str) -> list[str]:
+  """Returns the settings to simulate.
+
+  Args:
+    names: the settings that the user names; None: all.
+    costs: file with rates of a device; '': the estimated ones.
+
+  Raises:
+    ValueError: in one line, if a named setting is of another device.
+  """
+  if not costs:
+    return list(names or SETTINGS)
+  device = device_costs.device_name(costs)
+  fitting = [name for name, x in SETTINGS.items() if x.device == device]
+  for name in names or ():
+    if name not in fitting:
+      raise ValueError(
+        f'--setting={name}: {costs} has rates of {device}; must be one of '
+        f'{", ".join(fitting)}'
+      )
+  return list(names or fitting)
+
+
 def main() -> None:
   """Runs the command line."""
-  flags = _parser().parse_args()
+  parser = _parser()
+  flags = parser.parse_args()
+  try:
+    settings = choose_settings(flags.setting, flags.costs or '')
+  except ValueError as error:
+    parser.error(str(error))
   names = {field.name for field in dataclasses.fields(Options)}
   options = Options(**{k: v for k, v in vars(flags).items() if k in names})
   options = change(
@@ -605,7 +636,7 @@ def main() -> None:
   )
   device = device_costs.load(flags.costs) if flags.costs else None
   print('Simulated seconds; nothing in this table was measured.\n')
-  _TABLES[flags.what](flags.setting, options, device)
+  _TABLES[flags.what](settings, options, device)
 
 
 if __name__ == '__main__':

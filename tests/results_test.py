@@ -35,6 +35,28 @@ def test_only_blocks_are_replaced(monkeypatch):
     results.with_blocks(text.replace('one', 'two'))
 
 
+def test_runs_on_a_gpu_join_the_table(tmp_path, monkeypatch):
+  for name in ('credit', 'credit_tests'):
+    with (results.PROJECT / f'docs/results/{name}.csv').open() as file:
+      lines = [next(file)]
+      lines += [x for x in file if x.startswith(('sokoban,g', '"configs'))]
+    (tmp_path / f'{name}.csv').write_text(''.join(lines))
+  monkeypatch.setattr(results, '_FOLDER', tmp_path)
+  for name in ('_tests', '_evaluations'):
+    monkeypatch.setattr(results, name, getattr(results, name).__wrapped__)
+  before = results.credit_block()
+  assert 'alfworld small' not in before
+  for end in ('', '_tests'):
+    text = (tmp_path / f'credit{end}.csv').read_text()
+    text = text.replace('sokoban,', 'alfworld small,')
+    (tmp_path / f'small{end}.csv').write_text(text)
+  added = results.credit_block().removeprefix(before)
+  rows = before.splitlines()[4:]
+  assert added.strip().splitlines() == [
+    row.replace('sokoban', 'alfworld small') for row in rows
+  ]
+
+
 def test_the_dial_compares_methods_with_grpo_by_setting():
   tests = {
     name: {s: outcomes.Result('keydoor', name, s, 4, r) for s, r in rates}

@@ -427,15 +427,27 @@ def table(
 def draw(
   path: str, predictions: Mapping[str, Mapping], measured: Mapping[str, Effect]
 ) -> None:
-  """Draws measured by predicted effects, with standard errors."""
+  """Draws measured by predicted effects.
+
+  Predictions have their 95 % intervals, measurements their standard errors.
+  """
   names = [name for name in predictions if name in measured]
   xs = [predictions[name]['effect'] for name in names]
   ys = [measured[name][0] for name in names]
-  errors = [measured[name][1] for name in names]
-  with plots.image(path, figsize=(5, 5)) as (_, axes):
-    axes.errorbar(xs, ys, np.nan_to_num(errors), fmt='o')
+  widths = [predictions[name]['half_width'] for name in names]
+  errors = np.nan_to_num([measured[name][1] for name in names])
+  with plots.image(path, figsize=(7, 5)) as (_, axes):
+    axes.errorbar(xs, ys, xerr=widths, fmt='none', ecolor='lightgrey')
+    axes.errorbar(xs, ys, errors, fmt='o')
     for name, x, y in zip(names, xs, ys, strict=True):
-      axes.annotate(name, (x, y), xytext=(4, 4), textcoords='offset points')
+      left = x < np.median(xs)
+      axes.annotate(
+        name,
+        (x, y),
+        xytext=(-4 if left else 4, 4),
+        textcoords='offset points',
+        ha='right' if left else 'left',
+      )
     axes.axline((0, 0), slope=1, color='grey', linewidth=0.8)
     axes.set(xlabel='predicted (points)', ylabel='measured (points)')
     axes.grid(alpha=0.3)

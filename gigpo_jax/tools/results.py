@@ -3,10 +3,12 @@
     python -m gigpo_jax.tools.results
 
 replaces the lines between `<!-- begin NAME -->` and `<!-- end NAME -->` in
-docs/results.md, docs/results/details.md and README.md, and draws
-docs/results/effects.png and docs/results/oracle.png. It reads
+docs/results.md, docs/results/details.md and README.md, and draws effects.png,
+oracle.png and predictions.png in docs/results. It reads
 
-- credit.csv and credit_tests.csv, from configs/sweeps/credit.py;
+- credit.csv and credit_tests.csv, from configs/sweeps/credit.py, and, for the
+  table only, small.csv and small_tests.csv, from configs/sweeps/small.py, if
+  they exist;
 - main.csv, whose effects are drawn where credit_tests.csv has none;
 - keydoor.csv and keydoor_tests.csv, from configs/sweeps/keydoor.py, and
   dial_predictors.json, from benchmarks/predictors.py with that sweep;
@@ -66,9 +68,9 @@ def _evaluations(name: str) -> tuple[dict, ...]:
 
 
 @functools.cache
-def _tests() -> dict[str, dict[str, dict[int, outcomes.Result]]]:
-  """Returns the results of the credit benchmark by experiment, name, seed."""
-  return outcomes.group(sweep_table.read_tests(_FOLDER / 'credit.csv'))
+def _tests(name: str = 'credit') -> dict[str, outcomes.Results]:
+  """Returns the results of a benchmark by experiment, method and seed."""
+  return outcomes.group(sweep_table.read_tests(_FOLDER / f'{name}.csv'))
 
 
 def _rows_of(
@@ -279,10 +281,15 @@ def dial_table(
 
 def credit_block() -> str:
   """Returns the state of the benchmark and its table."""
-  tests, total = _tests(), len(sweep_runs.read(_SWEEP))
+  tests, evaluations = _tests(), _evaluations('credit')
   done = sum(len(runs) for x in tests.values() for runs in x.values())
-  table = credit_table(tests, _evaluations('credit'))
-  lines = [f'{done} of {total} runs are finished.']
+  if (_FOLDER / 'small.csv').exists():
+    tests, evaluations = (
+      tests | _tests('small'),
+      evaluations + _evaluations('small'),
+    )
+  table = credit_table(tests, evaluations)
+  lines = [f'{done} of {len(sweep_runs.read(_SWEEP))} runs are finished.']
   if f']{paired.BY_SEED}' in table:
     lines.append(
       f'Intervals with {paired.BY_SEED} are t-intervals and cover other seeds '
@@ -350,16 +357,15 @@ def order_block() -> str:
 
 def dial_block() -> str:
   """Returns the table of the dial."""
-  tests = outcomes.group(sweep_table.read_tests(_FOLDER / 'keydoor.csv'))
+  tests = _tests('keydoor')
   predictors = (_FOLDER / 'dial_predictors.json').read_text(encoding='utf-8')
   return dial_table(tests['keydoor'], json.loads(predictors))
 
 
-def law_block() -> str:
-  """Returns the table of predicted and measured effects."""
-  predictions = read_json('predictions')['predictions']
+def _predictions() -> tuple[dict[str, dict], dict[str, law.Effect]]:
+  """Returns the predicted and the measured effects by setting."""
   measured = law.read_effects(str(_FOLDER / 'credit.csv'))
-  return law.table(predictions, measured)
+  return read_json('predictions')['predictions'], measured
 
 
 def readme_block() -> str:
@@ -399,7 +405,7 @@ BLOCKS = {
   'dial': dial_block,
   'equal': lambda: equal_cost.table(_evaluations('credit'), law.BASELINE),
   'further': further_block,
-  'law': law_block,
+  'law': lambda: law.table(*_predictions()),
   'order': order_block,
   'power': lambda: evidence.power_table(_tests(), GIGPO, law.BASELINE),
   'ranks': lambda: evidence.ranks_table(_tests(), least_methods=14),
@@ -589,6 +595,7 @@ def draw_all() -> None:
   }
   draw_effects(_FOLDER / 'effects.png', read_json('predictors'), effects)
   draw_oracle(_FOLDER / 'oracle.png', read_json('oracle'))
+  law.draw(str(_FOLDER / 'predictions.png'), *_predictions())
 
 
 def main() -> int:
