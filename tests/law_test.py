@@ -207,13 +207,18 @@ def test_one_seed_has_no_error_and_plots_need_a_folder(tmp_path, capsys):
   compare = ['compare', str(tmp_path / 'p.json'), str(tmp_path / 'a.csv')]
   assert law.main([*compare, f'--plot={tmp_path}/none/law.png']) == 2
   assert 'No such file' in capsys.readouterr().err
+  write_table(tmp_path / 'a.csv', rows[:1])
+  assert law.main(compare) == 2
+  error = capsys.readouterr().err
+  assert 'a.csv: has no runs of method gigpo and of grpo with equal' in error
+  assert error.count('\n') == 1
 
 
 @pytest.mark.parametrize(
   ('coefficients', 'new', 'message'),
   [
     ([1], {'a': {REVISITS: 0.5}}, 'law.json: not a law'),
-    ({REVISITS: 1.0}, [1], 'new.json: a list; must be an object'),
+    ({REVISITS: 1.0}, [1], 'new.json: holds no JSON object'),
     ({REVISITS: 1.0}, {'a': 3}, 'new.json: a: no predictors'),
     ({REVISITS: 1.0}, {'a': {REVISITS: 'x'}}, 'new.json: a: no predictors'),
   ],

@@ -37,6 +37,7 @@ import scipy
 from jaxtyping import Float, Int
 
 from gigpo_jax import algorithms
+from gigpo_jax.runtime import files
 from gigpo_jax.tools import plots, sweep_table
 
 BASELINE = 'grpo'
@@ -166,6 +167,9 @@ def read_effects(path: str, method: str = 'gigpo') -> dict[str, Effect]:
   Args:
     path: CSV that launch/sweep.py wrote.
     method: name of a method, or BEST.
+
+  Raises:
+    ValueError: in one line, if the file is not such a CSV, or has no effect.
   """
   tests = [
     {'experiment': result.experiment, 'name': result.name}
@@ -173,11 +177,17 @@ def read_effects(path: str, method: str = 'gigpo') -> dict[str, Effect]:
     for result in sweep_table.read_tests(path)
   ]
   evaluated = effects(sweep_table.read(path), method)
-  return evaluated | {
+  measured = evaluated | {
     setting: effect
     for setting, effect in effects(tests, method).items()
     if effect.seeds >= evaluated.get(setting, effect).seeds
   }
+  if not measured:
+    raise ValueError(
+      f'{path}: has no runs of method {method} and of {BASELINE} with equal '
+      'seeds; must have a pair'
+    )
+  return measured
 
 
 def _best_on_other_seeds(
@@ -285,7 +295,7 @@ class Law:
       ValueError: in one line, if the file is not such a file.
     """
     try:
-      law = cls(**_read_json(path)['law'])
+      law = cls(**files.read_object(pathlib.Path(path))['law'])
       law.predict(dict.fromkeys(law.coefficients, 0.0))
       law.outside(dict.fromkeys(law.coefficients, 0.0))
     except (AttributeError, LookupError, TypeError) as error:
@@ -453,18 +463,8 @@ def draw(
     axes.grid(alpha=0.3)
 
 
-def _read_json(path: str) -> dict:
-  try:
-    values = json.loads(pathlib.Path(path).read_text())
-  except (OSError, ValueError) as error:
-    raise ValueError(f'{path}: cannot be read as JSON ({error})') from error
-  if not isinstance(values, dict):
-    raise ValueError(f'{path}: a {type(values).__name__}; must be an object')
-  return values
-
-
 def _read_predictors(path: str) -> dict[str, dict[str, float]]:
-  settings = _read_json(path)
+  settings = files.read_object(pathlib.Path(path))
   for name, values in settings.items():
     numbers = values.values() if isinstance(values, dict) else [None]
     if not all(isinstance(value, int | float) for value in numbers):
@@ -508,7 +508,7 @@ def _run(options: argparse.Namespace) -> None:
     values = {'method': law.method, 'predictions': predictions}
     _write_new(options.output, values)
   else:
-    values = _read_json(options.predictions)
+    values = files.read_object(pathlib.Path(options.predictions))
     predictions = values.get('predictions')
     is_valid = isinstance(predictions, dict) and 'method' in values
     if not is_valid or not all(map(_is_prediction, predictions.values())):
@@ -528,13 +528,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
   )
   commands = parser.add_subparsers(dest='command', required=True)
-  for name, files in (
+  for name, inputs in (
     ('fit', ('table', 'predictors')),
     ('predict', ('law', 'predictors')),
     ('compare', ('predictions', 'table')),
   ):
     command = commands.add_parser(name)
-    for file in files:
+    for file in inputs:
       command.add_argument(file)
     if name == 'compare':
       command.add_argument('--plot', help='image file')
