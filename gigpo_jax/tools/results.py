@@ -10,6 +10,7 @@ oracle.png and predictions.png in docs/results. It reads
   table only, small.csv and small_tests.csv, from configs/sweeps/small.py, if
   they exist;
 - main.csv, whose effects are drawn where credit_tests.csv has none;
+- carry_over.csv and teachers.csv, from the sweeps of these names;
 - keydoor.csv and keydoor_tests.csv, from configs/sweeps/keydoor.py, and
   dial_predictors.json, from benchmarks/predictors.py with that sweep;
 - predictors.json, from benchmarks/predictors.py;
@@ -335,6 +336,21 @@ def _averages(tests: evidence.Tests) -> str:
   return evidence.averages_table(tests, AVERAGED, groups)
 
 
+def equal_dial_block() -> str:
+  """Returns the comparison at equal costs for the settings of the dial."""
+  named = []
+  for row in _evaluations('keydoor'):
+    setting, method = law.split_name(row['experiment'], row['name'])
+    named.append(row | {'experiment': setting, 'name': method})
+  return equal_cost.table(named, law.BASELINE)
+
+
+def equal_gigpo_block() -> str:
+  """Returns the comparison of changes of GiGPO at equal costs."""
+  evaluations = _evaluations('carry_over') + _evaluations('teachers')
+  return equal_cost.table(evaluations, GIGPO)
+
+
 # Names of the controls in oracle.json.
 _ORACLE_NAMES = {
   'gigpo, anchor=shuffled': 'gigpo shuffled',
@@ -404,6 +420,8 @@ BLOCKS = {
   'data': lambda: data_table(_evaluations('credit')),
   'dial': dial_block,
   'equal': lambda: equal_cost.table(_evaluations('credit'), law.BASELINE),
+  'equal_dial': equal_dial_block,
+  'equal_gigpo': equal_gigpo_block,
   'further': further_block,
   'law': lambda: law.table(*_predictions()),
   'order': order_block,
