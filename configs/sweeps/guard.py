@@ -15,7 +15,7 @@ METHODS = {
   'high rate, guarded': _HIGH
   | {'guard.action': 'shrink', 'guard.max_kl': 3e-3},
 }
-SEEDS = (1, 2, 3)
+SEEDS = (1, 2, 3, 4)
 ITERATIONS = 40
 
 RUNS = [

@@ -10,7 +10,8 @@ oracle.png and predictions.png in docs/results. It reads
   table only, small.csv and small_tests.csv, from configs/sweeps/small.py, if
   they exist;
 - main.csv, whose effects are drawn where credit_tests.csv has none;
-- carry_over.csv and teachers.csv, from the sweeps of these names;
+- carry_over.csv, guard.csv and teachers.csv, from the sweeps of these names,
+  and guard_tests.csv;
 - keydoor.csv and keydoor_tests.csv, from configs/sweeps/keydoor.py, and
   dial_predictors.json, from benchmarks/predictors.py with that sweep;
 - predictors.json, from benchmarks/predictors.py;
@@ -351,6 +352,23 @@ def equal_gigpo_block() -> str:
   return equal_cost.table(evaluations, GIGPO)
 
 
+def guard_block() -> str:
+  """Returns the success with a high learning rate, with and without a guard."""
+  results = _tests('guard')['alfworld']
+  gaps = paired.compare_all(results, 'high rate')
+  rows = [
+    (
+      name,
+      ', '.join(f'{100 * by_seed[s].success:.1f}' for s in sorted(by_seed)),
+      paired.summarize(by_seed)[0],
+      *_cells(gaps, name),
+    )
+    for name, by_seed in results.items()
+  ]
+  columns = '', 'success in %, by seed', 'mean', 'minus high rate', 'p'
+  return plots.table(columns, rows)
+
+
 # Names of the controls in oracle.json.
 _ORACLE_NAMES = {
   'gigpo, anchor=shuffled': 'gigpo shuffled',
@@ -423,6 +441,7 @@ BLOCKS = {
   'equal_dial': equal_dial_block,
   'equal_gigpo': equal_gigpo_block,
   'further': further_block,
+  'guard': guard_block,
   'law': lambda: law.table(*_predictions()),
   'order': order_block,
   'power': lambda: evidence.power_table(_tests(), GIGPO, law.BASELINE),
