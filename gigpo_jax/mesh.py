@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.experimental import multihost_utils
+from jax.experimental import mesh_utils, multihost_utils
 from jax.experimental.layout import Format, Layout
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -122,23 +122,26 @@ def make_mesh(
     devices: the devices; None: all.
 
   Raises:
-    ValueError: if the product of the sizes is not the number of devices.
+    ValueError: in one line, if the product of the sizes is not the number of
+      devices, or the devices are of several TPU slices.
   """
   devices = jax.devices() if devices is None else devices
   sizes = _axis_sizes((data, fsdp, expert, sequence, tensor), len(devices))
-  mesh = jax.make_mesh(
-    tuple(sizes.values()),
-    AXES,
-    axis_types=(jax.sharding.AxisType.Auto,) * len(AXES),
-    devices=devices,
+  on_tpu = devices[0].platform == 'tpu'
+  if on_tpu and len({getattr(x, 'slice_index', 0) for x in devices}) > 1:
+    raise ValueError('mesh: the chips are of several slices; must be of one')
+  # An axis may have a part of a dimension of the torus, such as 16 of 8 x 8
+  # chips; jax.make_mesh allows this on some TPUs only.
+  grid = mesh_utils.create_device_mesh(
+    tuple(sizes.values()), devices, allow_split_physical_axes=True
   )
   # Keep the devices of a host adjacent, so that each host can sample on its
   # own. The order for a torus alternates between hosts.
-  order = sorted(mesh.devices.flat, key=lambda device: device.process_index)
+  order = sorted(grid.flat, key=lambda device: device.process_index)
   return jax.sharding.Mesh(
-    np.array(order).reshape(mesh.devices.shape),
+    np.array(order).reshape(grid.shape),
     AXES,
-    axis_types=mesh.axis_types,
+    axis_types=(jax.sharding.AxisType.Auto,) * len(AXES),
   )
 
 

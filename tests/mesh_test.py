@@ -40,6 +40,43 @@ def test_one_axis_takes_the_remaining_devices(sizes, expected):
   assert set(mesh.axis_types) == {jax.sharding.AxisType.Auto}
 
 
+@dataclasses.dataclass(frozen=True)
+class Chip:
+  """A chip of a v6e."""
+
+  id: int
+  process_index: int
+  coords: tuple[int, int, int]
+  slice_index: int
+  core_on_chip: int = 0
+  platform: str = 'tpu'
+  device_kind: str = 'TPU v6 lite'
+
+
+def make_slice(size: int, index: int = 0) -> list[Chip]:
+  """Returns size x size chips, four per host."""
+  return [
+    Chip(n, n // 4, (n // size, n % size, 0), index) for n in range(size * size)
+  ]
+
+
+def test_an_axis_may_have_a_part_of_a_dimension_of_the_torus():
+  # As for 7B on 64 chips, with two copies of the parameters.
+  mesh = mesh_lib.make_mesh(2, -1, 1, devices=make_slice(8))
+  assert mesh.devices.shape == (2, 32, 1, 1, 1)
+  hosts = [device.process_index for device in mesh.devices.flat]
+  assert hosts == sorted(hosts)
+
+
+def test_chips_of_several_slices_are_refused():
+  devices = make_slice(2) + make_slice(2, index=1)
+  with pytest.raises(ValueError, match='^mesh: the chips are of several slice'):
+    mesh_lib.make_mesh(1, -1, 1, devices=devices)
+  # Machines with GPUs count as slices.
+  gpus = [dataclasses.replace(chip, platform='gpu') for chip in devices]
+  assert mesh_lib.make_mesh(1, -1, 1, devices=gpus).devices.size == 8
+
+
 GIB = 2**30
 
 
