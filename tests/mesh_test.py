@@ -72,7 +72,7 @@ def test_chips_of_several_slices_are_refused():
   devices = make_slice(2) + make_slice(2, index=1)
   with pytest.raises(ValueError, match='^mesh: the chips are of several slice'):
     mesh_lib.make_mesh(1, -1, 1, devices=devices)
-  # Machines with GPUs count as slices.
+  # On GPUs, the number of slices does not matter.
   gpus = [dataclasses.replace(chip, platform='gpu') for chip in devices]
   assert mesh_lib.make_mesh(1, -1, 1, devices=gpus).devices.size == 8
 
