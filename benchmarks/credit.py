@@ -85,7 +85,7 @@ def main() -> None:
         'and above 0'
       )
     check_files(output.value, summary.value)
-    compared = measure(config, groups.value, count.value, output.value)
+    compared = measure(config, count.value, output.value)
     if summary.value:
       name, variant = config.env.name, config.get('variant', '')
       setting = law.setting_of_config(f'{name}:{variant}')
@@ -94,16 +94,14 @@ def main() -> None:
   command.run(run)
 
 
-def measure(config, num_groups: int, count: int, output: str = '') -> dict:
+def measure(config, count: int, output: str = '') -> dict:
   """Plays groups and continuations, prints the table and returns its figures.
 
   Args:
-    config: the experiment.
-    num_groups: number of groups.
+    config: the experiment; it plays `rollout.groups` groups.
     count: continuations of a state for the oracle.
     output: file for the advantages; '' for none.
   """
-  config.rollout.groups = num_groups
   episodes, states, played = play(config, count)
   totals = oracle_returns(config, states, played)
   advantages, rows = {}, None
@@ -362,7 +360,7 @@ def check_files(output: str, summary: str) -> None:
 
 def save(path: pathlib.Path, setting: str, compared: dict) -> None:
   """Writes cosines by setting; other settings of an earlier file stay."""
-  known = json.loads(path.read_text()) if path.exists() else {}
+  known = files.read_object(path) if path.exists() else {}
   path.write_text(json.dumps(known | {setting: compared}, indent=1) + '\n')
 
 

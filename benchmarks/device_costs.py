@@ -26,6 +26,7 @@ class Device:
   """Rates of a device; `sources` says where each number comes from.
 
   Attributes:
+    name: name in DEVICES.
     matmul_rate: operations/s of large bfloat16 matmuls.
     copy_rate: bytes/s that a copy moves.
     decode_share: share of `copy_rate` that decoding reads memory with.
@@ -39,6 +40,7 @@ class Device:
     sources: where the numbers come from, by name of the field.
   """
 
+  name: str
   matmul_rate: float
   copy_rate: float
   decode_share: float
@@ -64,6 +66,7 @@ def _tpu(name: str) -> Device:
     ('matmul_rate', 'copy_rate', 'exchange_rate'), 'gigpo_jax.tools.tpu_time'
   )
   return Device(
+    name=name,
     matmul_rate=chip.flops,
     copy_rate=chip.memory_rate,
     decode_share=0.8,
@@ -78,17 +81,24 @@ def _tpu(name: str) -> Device:
 
 
 def _hopper(
-  matmul: float, copy: float, *, guessed: Sequence[str] = (), **costs: float
+  name: str,
+  matmul: float,
+  copy: float,
+  *,
+  guessed: Sequence[str] = (),
+  **costs: float,
 ) -> Device:
   """Returns a GPU with measured rates.
 
   Args:
+    name: see `Device`.
     matmul: see `Device`.
     copy: see `Device`.
     guessed: names of the costs that are not fitted to measurements.
     **costs: further costs.
   """
   return Device(
+    name=name,
     matmul_rate=matmul,
     copy_rate=copy,
     decode_share=1.0,
@@ -108,6 +118,7 @@ def _hopper(
 
 DEVICES = {
   'h100': _hopper(
+    'h100',
     652e12,
     2700e9,
     guessed=['update_share'],
@@ -116,6 +127,7 @@ DEVICES = {
     layer_secs=0.110e-3,
   ),
   'h200': _hopper(
+    'h200',
     716e12,
     3943e9,
     prefill_share=1.0,
@@ -134,20 +146,12 @@ def load(name: str) -> Device:
     name: a name in DEVICES; or a path, whose fields replace those of the
       device that its field "device" names.
   """
-  device = DEVICES[device_name(name)]
   if name in DEVICES:
-    return device
+    return DEVICES[name]
   fields = json.loads(pathlib.Path(name).read_text())
-  del fields['device']
+  device = DEVICES[fields.pop('device')]
   sources = device.sources | dict.fromkeys(fields, pathlib.Path(name).name)
   return dataclasses.replace(device, sources=sources, **fields)
-
-
-def device_name(name: str) -> str:
-  """Returns the name in DEVICES of what `load` returns."""
-  if name in DEVICES:
-    return name
-  return json.loads(pathlib.Path(name).read_text())['device']
 
 
 @dataclasses.dataclass(frozen=True)

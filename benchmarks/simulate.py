@@ -588,25 +588,28 @@ def _parser() -> argparse.ArgumentParser:
   return parser
 
 
-def choose_settings(names: Sequence[str] | None, costs: str) -> list[str]:
+def choose_settings(
+  names: Sequence[str] | None, device: device_costs.Device | None
+) -> list[str]:
   """Returns the settings to simulate.
 
   Args:
     names: the settings that the user names; None: all.
-    costs: file with rates of a device; '': the estimated ones.
+    device: measured rates of a device; None: the estimated ones of each.
 
   Raises:
     ValueError: in one line, if a named setting is of another device.
   """
-  if not costs:
-    return list(names or SETTINGS)
-  device = device_costs.device_name(costs)
-  fitting = [name for name, x in SETTINGS.items() if x.device == device]
+  fitting = [
+    name
+    for name, setting in SETTINGS.items()
+    if device is None or setting.device == device.name
+  ]
   for name in names or ():
     if name not in fitting:
       raise ValueError(
-        f'--setting={name}: {costs} has rates of {device}; must be one of '
-        f'{", ".join(fitting)}'
+        f'--setting={name}: --costs has the rates of {device.name}; must be '
+        f'one of {", ".join(fitting)}'
       )
   return list(names or fitting)
 
@@ -615,8 +618,9 @@ def main() -> None:
   """Runs the command line."""
   parser = _parser()
   flags = parser.parse_args()
+  device = device_costs.load(flags.costs) if flags.costs else None
   try:
-    settings = choose_settings(flags.setting, flags.costs or '')
+    settings = choose_settings(flags.setting, device)
   except ValueError as error:
     parser.error(str(error))
   names = {field.name for field in dataclasses.fields(Options)}
@@ -634,7 +638,6 @@ def main() -> None:
       }
     },
   )
-  device = device_costs.load(flags.costs) if flags.costs else None
   print('Simulated seconds; nothing in this table was measured.\n')
   _TABLES[flags.what](settings, options, device)
 

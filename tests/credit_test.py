@@ -52,7 +52,8 @@ def test_table_of_random_walks(credit, monkeypatch, capsys, tmp_path):
 
   monkeypatch.setattr(credit, 'play', play)
   path = tmp_path / 'advantages.npz'
-  compared = credit.measure(config, 6, 32, str(path))
+  config.rollout.groups = 6
+  compared = credit.measure(config, 32, str(path))
   lines = capsys.readouterr().out.splitlines()
   found = {
     line.split(' | ')[0].strip('| '): float(line.split(' | ')[1].split()[0])

@@ -153,10 +153,10 @@ def test_effects_prefer_tests_to_evaluations(tmp_path):
     for seed, rate in enumerate(rates)
   ]
   alone = [_row(n, 0, 9, 0.5) | {'experiment': 'x'} for n in ('grpo', 'gigpo')]
-  found = results.measured_effects({}, rows + alone, 'gigpo')
-  assert 'x' not in found  # A single pair has no interval.
+  effects = results.measured_effects({}, rows + alone, 'gigpo')
+  assert 'x' not in effects  # A single pair has no interval.
   gap = paired.compare_seeds([0.2, 0.4])
-  assert found['toy'] == pytest.approx([100 * x for x in gap[:3]])
+  assert effects['toy'] == pytest.approx([100 * x for x in gap[:3]])
   tests = {
     'toy': {
       name: {
@@ -165,15 +165,15 @@ def test_effects_prefer_tests_to_evaluations(tmp_path):
       for name, rate in (('grpo', 0.25), ('gigpo', 0.5))
     }
   }
-  found = results.measured_effects(tests, rows, 'gigpo')
-  assert found['toy'] == (25, 25, 25)
+  effects = results.measured_effects(tests, rows, 'gigpo')
+  assert effects['toy'] == (25, 25, 25)
   # One pair has no interval.
   tests['toy']['grpo'].pop(1)
-  found = results.measured_effects(tests, rows, 'gigpo')
-  assert found['toy'][0] == pytest.approx(30)
+  effects = results.measured_effects(tests, rows, 'gigpo')
+  assert effects['toy'][0] == pytest.approx(30)
   values = dict.fromkeys(law.PREDICTORS, 0.5)
   path = tmp_path / 'effects.png'
-  results.draw_effects(path, {'toy': values, 'x': values}, {'gigpo': found})
+  results.draw_effects(path, {'toy': values, 'x': values}, {'gigpo': effects})
   assert path.stat().st_size > 5000
 
 

@@ -98,14 +98,14 @@ def test_the_stored_costs_of_an_h100_are_those_measured(benchmarks):
 
 def test_measured_costs_are_for_settings_of_their_device_only(benchmarks):
   choose = benchmarks.simulate.choose_settings
-  path = f'{_BENCHMARKS}/results/h100.json'
-  assert '7b-v5e-16' in choose(None, '')
-  assert choose(None, path) == [
+  device = benchmarks.device_costs.load(f'{_BENCHMARKS}/results/h100.json')
+  assert '7b-v5e-16' in choose(None, None)
+  assert choose(None, device) == [
     *('1.5b-h100', '1.5b-2xh100', '1.5b-8xh100', '7b-8xh100')
   ]
-  assert choose(['1.5b-2xh100'], path) == ['1.5b-2xh100']
+  assert choose(['1.5b-2xh100'], device) == ['1.5b-2xh100']
   with pytest.raises(ValueError, match=r'^--setting=7b-v5e-16: .* h100; must'):
-    choose(['1.5b-h100', '7b-v5e-16'], path)
+    choose(['1.5b-h100', '7b-v5e-16'], device)
 
 
 @pytest.mark.slow

@@ -21,7 +21,7 @@ import numpy as np
 
 from gigpo_jax import algorithms, modulators, options, selectors
 from gigpo_jax import config as config_lib
-from gigpo_jax.tools import plots, sweep_table
+from gigpo_jax.tools import outcomes, plots, sweep_table
 
 PROJECT = pathlib.Path(__file__).parents[2]
 # Experiments of docs/results, and their columns of the page.
@@ -412,8 +412,9 @@ def _cost(plugin: type) -> str:
 def _measured(name: str, experiment: str) -> str:
   """Returns the final success of the runs with a name, over seeds."""
   folder = PROJECT / 'docs' / 'results'
-  key = experiment, name
-  rates = _tests(folder).get(key) or _last_evaluations(folder).get(key, [])
+  tests = _tests(folder).get(experiment, {}).get(name, {})
+  rates = [result.success for result in tests.values()]
+  rates = rates or _last_evaluations(folder).get((experiment, name), [])
   if len(rates) < _LEAST_SEEDS:
     return _NONE
   error = np.std(rates, ddof=1) / len(rates) ** 0.5
@@ -421,23 +422,19 @@ def _measured(name: str, experiment: str) -> str:
 
 
 @functools.cache
-def _tests(folder: pathlib.Path) -> dict[tuple[str, str], list[float]]:
-  """Returns the success in the tests of the credit benchmark, by seed.
-
-  The keys are experiments and names of runs.
-  """
-  rates = {}
-  for result in sweep_table.read_tests(folder / 'credit.csv'):
-    key = result.experiment, result.name
-    rates.setdefault(key, []).append(result.success)
-  return rates
+def _tests(folder: pathlib.Path) -> dict[str, outcomes.Results]:
+  """Returns the tests of the credit benchmark by experiment, name and seed."""
+  return outcomes.group(sweep_table.read_tests(folder / 'credit.csv'))
 
 
 @functools.cache
 def _last_evaluations(
   folder: pathlib.Path,
 ) -> dict[tuple[str, str], list[float]]:
-  """Returns the success in the last evaluations of the main runs, by seed."""
+  """Returns the success in the last evaluations of the main runs.
+
+  The keys are experiments and names; the values have a number for each seed.
+  """
   rates = {}
   rows = sweep_table.read(folder / 'main.csv', missing_ok=True)
   for (experiment, name, _), curve in sweep_table.by_run(rows).items():

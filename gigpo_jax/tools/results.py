@@ -286,10 +286,8 @@ def credit_block() -> str:
   tests, evaluations = _tests(), _evaluations('credit')
   done = sum(len(runs) for x in tests.values() for runs in x.values())
   if (_FOLDER / 'small.csv').exists():
-    tests, evaluations = (
-      tests | _tests('small'),
-      evaluations + _evaluations('small'),
-    )
+    tests = tests | _tests('small')
+    evaluations += _evaluations('small')
   table = credit_table(tests, evaluations)
   lines = [f'{done} of {len(sweep_runs.read(_SWEEP))} runs are finished.']
   if f']{paired.BY_SEED}' in table:
@@ -396,6 +394,7 @@ def dial_block() -> str:
   return dial_table(tests['keydoor'], json.loads(predictors))
 
 
+@functools.cache
 def _predictions() -> tuple[dict[str, dict], dict[str, law.Effect]]:
   """Returns the predicted and the measured effects by setting."""
   measured = law.read_effects(str(_FOLDER / 'credit.csv'))
