@@ -3,17 +3,24 @@ r"""Cosine between the advantages of algorithms and those of an oracle.
     python benchmarks/credit.py --config=configs/alfworld.py:mini
     python benchmarks/credit.py --config=configs/webshop.py:mini --num_groups=8
 
+With the values of a critic, also for PPO. The checkpoint is one of the warm-up,
+in which a run trains its critic only:
+
+    python launch/train.py --config=configs/alfworld.py:mini,ppo \
+        --workdir=runs/critic --config.critic.warmup_iterations=55
+    python benchmarks/credit.py --config=configs/alfworld.py:mini \
+        --critic=runs/critic/checkpoints/55
+
 Plays groups of episodes with a policy, by default the config's warm start, and
 `--continuations` further episodes from each state, whose mean return is the
 value V of the state. The oracle's advantage of a step is r + V(s') - V(s),
 without a discount and with V = 0 after the last step: VinePPO with many
 continuations.
 
-Prints, for each algorithm without a critic and for controls, the cosine of its
-advantages with the oracle's over all steps, unweighted, and the difference of
-this cosine from GiGPO's. Intervals are 95 % bootstrap intervals over groups,
-paired for the difference. They cover neither other seeds of the run nor other
-policies.
+Prints, for each algorithm and for controls, the cosine of its advantages with
+the oracle's over all steps, unweighted, and the difference of this cosine from
+GiGPO's. Intervals are 95 % bootstrap intervals over groups, paired for the
+difference. They cover neither other seeds of the run nor other policies.
 
 The noise of the oracle lowers every cosine by the same factor. `halves` is the
 cosine h between two oracles with half of the continuations each. From it follow
@@ -50,7 +57,7 @@ from gigpo_jax import (
 )
 from gigpo_jax import config as config_lib
 from gigpo_jax.algorithms import vineppo
-from gigpo_jax.run import model_builders
+from gigpo_jax.run import config_fields, model_builders, saved_checkpoint
 from gigpo_jax.runtime import files
 from gigpo_jax.tools import law, plots
 from launch import command, interrupt
@@ -64,6 +71,11 @@ def main() -> None:
   groups = flags.DEFINE_integer('num_groups', 8, 'Groups to play.')
   count = flags.DEFINE_integer('continuations', 8, 'Continuations of a state.')
   output = flags.DEFINE_string('output', '', 'File for all advantages, *.npz.')
+  critic = flags.DEFINE_string(
+    'critic',
+    '',
+    'WORKDIR/checkpoints/ITERATION of a run of ppo, for the values of PPO.',
+  )
   summary = flags.DEFINE_string(
     'summary',
     '',
@@ -85,7 +97,9 @@ def main() -> None:
         'and above 0'
       )
     check_files(output.value, summary.value)
-    compared = measure(config, count.value, output.value)
+    if critic.value:
+      check_critic(config, critic.value)
+    compared = measure(config, count.value, output.value, critic.value)
     if summary.value:
       name, variant = config.env.name, config.get('variant', '')
       setting = law.setting_of_config(f'{name}:{variant}')
@@ -94,13 +108,14 @@ def main() -> None:
   command.run(run)
 
 
-def measure(config, count: int, output: str = '') -> dict:
+def measure(config, count: int, output: str = '', critic: str = '') -> dict:
   """Plays groups and continuations, prints the table and returns its figures.
 
   Args:
     config: the experiment; it plays `rollout.groups` groups.
     count: continuations of a state for the oracle.
     output: file for the advantages; '' for none.
+    critic: checkpoint of a run with a critic; '' for none.
   """
   episodes, states, played = play(config, count)
   totals = oracle_returns(config, states, played)
@@ -108,8 +123,11 @@ def measure(config, count: int, output: str = '') -> dict:
   for values in (totals, totals[:, ::2], totals[:, 1::2]):
     rows, expected = oracle_advantages(config, episodes, states, values)
     advantages[f'oracle {len(advantages)}'] = expected
-  for label, (changed, algorithm) in make_methods(config):
-    advantages[label] = method_advantages(config, changed, algorithm, episodes)
+  values = critic_values(config, critic, rows) if critic else None
+  for label, (changed, algorithm) in make_methods(config, bool(critic)):
+    advantages[label] = method_advantages(
+      config, changed, algorithm, episodes, values
+    )
   real = rows.real
   advantages = {label: values[real] for label, values in advantages.items()}
   if output:
@@ -120,12 +138,13 @@ def measure(config, count: int, output: str = '') -> dict:
   return compared
 
 
-def make_methods(config) -> Iterator[tuple[str, tuple]]:
-  """Yields (label, (config, algorithm)) of each method without a critic.
+def make_methods(config, has_critic: bool) -> Iterator[tuple[str, tuple]]:
+  """Yields (label, (config, algorithm)) of each method.
 
-  VinePPO is left out, because it is the oracle with fewer continuations, and
-  so are algorithms with branches, because these episodes have none, and
-  algorithms that refuse the config.
+  Methods that need a critic are left out without one. VinePPO is left out,
+  because it is the oracle with fewer continuations, and so are algorithms with
+  branches, because these episodes have none, and algorithms that refuse the
+  config.
   """
   controls = {
     'gigpo, episode_weight=0': {'episode_weight': 0.0},
@@ -142,7 +161,7 @@ def make_methods(config) -> Iterator[tuple[str, tuple]]:
     changed.algorithm.update(controls.get(label, {}))
     algorithm = algorithms.make(**changed.algorithm.to_dict())
     if not (
-      algorithm.needs_values
+      (algorithm.needs_values and not has_critic)
       or algorithms.num_continuations(algorithm)
       or algorithms.branches(algorithm)
       or any(algorithms.conflicts(changed))
@@ -196,7 +215,18 @@ def make_rows(config, episodes):
   return batch.from_trajectories(episodes, **kwargs, seed=(config.seed, 0))
 
 
-def method_advantages(config, changed, algorithm, episodes):
+def critic_values(config, path: str, rows):
+  """Returns the values of a checkpoint's critic before each token of rows."""
+  bundle = model_builders.make_model_bundle(config)
+  with jax.set_mesh(bundle.mesh):
+    trained = builders.make_critic(config, bundle)
+    params = saved_checkpoint.restore_params(
+      path, {'critic': trained.abstract_state().params}
+    )
+    return trained.values(params['critic'], rows)
+
+
+def method_advantages(config, changed, algorithm, episodes, values=None):
   """Returns each row's advantage by an algorithm; of one per token the mean.
 
   Args:
@@ -204,11 +234,13 @@ def method_advantages(config, changed, algorithm, episodes):
     changed: the algorithm's config.
     algorithm: the algorithm.
     episodes: the episodes.
+    values: those of a critic before each token, for algorithms that need them.
   """
   if config_lib.env_kwargs(changed) != config_lib.env_kwargs(config):
     episodes = with_anchors(changed, episodes)
   rows = make_rows(changed, episodes)
-  advantages = algorithm.compute_advantages(rows).advantages
+  inputs = (rows, values) if algorithm.needs_values else (rows,)
+  advantages = algorithm.compute_advantages(*inputs).advantages
   if advantages.ndim == 1:
     return advantages
   return row_stats.token_means(advantages, rows.completion_mask)
@@ -356,6 +388,37 @@ def check_files(output: str, summary: str) -> None:
       raise ValueError(f'--{flag}={path}: no such folder')
   if pathlib.Path(summary).is_file():
     files.read_object(pathlib.Path(summary))
+
+
+def check_critic(config, path: str) -> None:
+  """Checks a checkpoint with a critic before the episodes are played.
+
+  Raises:
+    ValueError: in one line, if it has no critic, another model, or a policy
+      that has been trained.
+  """
+  saved_checkpoint.check(path, flag='critic')
+  folder = pathlib.Path(path)
+  if folder.parent.name != 'checkpoints':
+    raise ValueError(f'--critic={path}: must be WORKDIR/checkpoints/ITERATION')
+  stored = config_fields.flatten(
+    files.read_stored(folder.parents[1] / 'config.json')
+  )
+  for name, expected in (
+    ('algorithm.name', 'ppo'),
+    ('model.path', config.model.path),
+    ('lora.rank', 0),
+  ):
+    if stored.get(name) != expected:
+      raise ValueError(
+        f'--critic={path}: has {name}={stored.get(name)}; must have {expected}'
+      )
+  warmup = stored['critic.warmup_iterations']
+  if int(folder.name) > warmup:
+    raise ValueError(
+      f'--critic={path}: its policy has been trained; must be of the warm-up, '
+      f'at most {warmup} (critic.warmup_iterations)'
+    )
 
 
 def save(path: pathlib.Path, setting: str, compared: dict) -> None:

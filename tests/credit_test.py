@@ -12,6 +12,7 @@ import walks
 
 from configs import keydoor
 from gigpo_jax import algorithms, continuations
+from gigpo_jax.run import config_fields
 
 
 @pytest.fixture(name='credit')
@@ -32,7 +33,7 @@ def test_cosines_add_the_products_of_groups(credit):
 
 
 def test_table_of_random_walks(credit, monkeypatch, capsys, tmp_path):
-  names = ('gigpo', 'grpo', 'vineppo')
+  names = ('gigpo', 'grpo', 'ppo', 'vineppo')
   known = {name: algorithms.REGISTRY[name] for name in names}
   monkeypatch.setattr(algorithms, 'REGISTRY', known)
   config = keydoor.get_config('tiny')
@@ -50,10 +51,20 @@ def test_table_of_random_walks(credit, monkeypatch, capsys, tmp_path):
     batch = continuations.make_batch(states, count, groups)
     return episodes, states, walks.play([batch])[0][0]
 
+  def critic_values(config, path, rows):
+    # A perfect critic of the turns.
+    assert path == 'run'
+    episodes, states, _ = play(config, 1)
+    exact = walks.exact_values(states, 1.0)
+    values = np.zeros(rows.completion_mask.shape)
+    values[rows.real] = exact[np.concatenate(states.indices)][:, None]
+    return values
+
   monkeypatch.setattr(credit, 'play', play)
+  monkeypatch.setattr(credit, 'critic_values', critic_values)
   path = tmp_path / 'advantages.npz'
   config.rollout.groups = 6
-  compared = credit.measure(config, 32, str(path))
+  compared = credit.measure(config, 32, str(path), 'run')
   lines = capsys.readouterr().out.splitlines()
   found = {
     line.split(' | ')[0].strip('| '): float(line.split(' | ')[1].split()[0])
@@ -61,7 +72,7 @@ def test_table_of_random_walks(credit, monkeypatch, capsys, tmp_path):
     if line.startswith('| ') and 'cosine' not in line
   }
   assert found.keys() == {
-    *('gigpo', 'grpo'),
+    *('gigpo', 'grpo', 'ppo'),
     'gigpo, episode_weight=0',
     'gigpo, discount=1',
     'gigpo, anchor=shuffled',
@@ -118,6 +129,38 @@ def test_the_exact_cosine_has_the_noise_of_both_oracles(credit):
   value, low, high = cells['exact']
   assert value == pytest.approx(1 / compared['ceiling'])
   assert 1 < low < value - 0.01 and high > value + 0.01
+
+
+@pytest.mark.parametrize(
+  ('field', 'value', 'problem'),
+  [
+    ('algorithm.name', 'gigpo', 'has algorithm.name=gigpo; must have ppo'),
+    ('model.path', 'other', 'has model.path=other'),
+    ('lora.rank', 4, 'has lora.rank=4'),
+    ('critic.warmup_iterations', 7, 'trained; must be of the warm-up, at most'),
+  ],
+)
+def test_a_critic_of_another_policy_is_refused(
+  credit, monkeypatch, tmp_path, field, value, problem
+):
+  config = keydoor.get_config('mini,ppo')
+  config.critic.warmup_iterations = 8
+  stored = config_fields.flatten(config)
+  path = str(tmp_path / 'checkpoints' / '8')
+  with pytest.raises(ValueError, match='--critic=.*does not exist'):
+    credit.check_critic(config, path)
+  monkeypatch.setattr(credit.saved_checkpoint, 'check', lambda *_, **__: None)
+
+  def write(fields):
+    (tmp_path / 'config.json').write_text(json.dumps(fields, default=str))
+
+  write(stored)
+  credit.check_critic(config, path)
+  with pytest.raises(ValueError, match='must be WORKDIR/checkpoints/ITERATION'):
+    credit.check_critic(config, str(tmp_path))
+  write(stored | {field: value})
+  with pytest.raises(ValueError, match=f'--critic=.*{problem}'):
+    credit.check_critic(config, path)
 
 
 def test_files_of_results_are_checked_before_the_episodes(credit, tmp_path):

@@ -107,6 +107,21 @@ def test_the_best_method_is_chosen_on_other_seeds(tmp_path):
   assert law.effects(rows, law.BEST) == found
 
 
+def test_the_best_method_has_the_largest_gain_not_the_easiest_seeds(tmp_path):
+  # Seeds 2 and 3 are hard, and `b` has not played them.
+  rates = {
+    'grpo': (0.4, 0.4, 0.2, 0.2),
+    'a': (0.5, 0.5, 0.3, 0.3),
+    'b': (0.45, 0.45),
+  }
+  runs = [
+    ('toy', name, n, x) for name in rates for n, x in enumerate(rates[name])
+  ]
+  write_table(tmp_path / 't.csv', runs)
+  found = law.effects(sweep_table.read(tmp_path / 't.csv'), law.BEST)
+  assert found['toy'] == pytest.approx((10, 0, 4))
+
+
 def test_names_of_runs_are_settings_and_methods():
   split = law.split_name
   assert split('keydoor', 'decoys 4 g2po') == ('keydoor decoys 4', 'g2po')

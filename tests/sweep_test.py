@@ -788,3 +788,12 @@ def test_a_table_of_another_kind_is_one_short_line(tmp_path):
     with pytest.raises(ValueError, match='not a table of a sweep') as error:
       sweep_table.read(str(path))
     assert len(str(error.value)) < 400 and '\n' not in str(error.value)
+
+
+def test_two_evaluations_of_an_iteration_are_refused(tmp_path):
+  row = {'experiment': 'a', 'name': 'b', 'seed': 1, 'iteration': 4}
+  sweep_table.write(tmp_path / 't.csv', [row, row | {'seed': 2}])
+  assert len(sweep_table.read(tmp_path / 't.csv')) == 2
+  sweep_table.write(tmp_path / 't.csv', [row, row])
+  with pytest.raises(ValueError, match='two evaluations of iteration 4 of a b'):
+    sweep_table.read(tmp_path / 't.csv')

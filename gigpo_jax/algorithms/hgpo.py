@@ -48,7 +48,7 @@ class Algorithm(gigpo.Algorithm):
   population std (ddof 0).
 
   Attributes:
-    history: K, the number of preceding anchors to compare.
+    history: K, the number of preceding anchors to compare; at most 64.
     level_exponent: alpha, the exponent of the weight of level k,
       (k + 1)^alpha; 1 in the paper.
   """
@@ -56,7 +56,7 @@ class Algorithm(gigpo.Algorithm):
   default_episode_weight: ClassVar[float] = 0.0
 
   step_weight: float = dataclasses.field(default=1.0, init=False)
-  history: int = options.number(2, low=0)
+  history: int = options.number(2, low=0, high=64)
   level_exponent: float = options.number(1.0, low=-20, high=20)
 
   def components(self, rows: batch.Rows) -> advantages.Components:

@@ -24,8 +24,12 @@ def _locate(path: str) -> tuple[pathlib.Path, int | None]:
   return folder / 'checkpoints', None
 
 
-def check(path: str) -> None:
+def check(path: str, flag: str = 'checkpoint') -> None:
   """Checks that a checkpoint, or one of a run, can be read.
+
+  Args:
+    path: the checkpoint, or the run.
+    flag: name of the flag that has the path.
 
   Raises:
     ValueError: in one line, if it cannot.
@@ -33,16 +37,12 @@ def check(path: str) -> None:
   folder, iteration = _locate(path)
   if iteration is not None:
     if not (folder / str(iteration)).is_dir():
-      raise ValueError(
-        f'--checkpoint={path}: does not exist; must be a checkpoint'
-      )
+      raise ValueError(f'--{flag}={path}: does not exist; must be a checkpoint')
     if reason := checkpoint.find_damage(folder / str(iteration)):
-      raise ValueError(
-        f'--checkpoint={path}: damaged ({reason}); choose another'
-      )
+      raise ValueError(f'--{flag}={path}: damaged ({reason}); choose another')
   elif not checkpoint.check_folder(folder):
     raise ValueError(
-      f'--checkpoint={path}: has no checkpoints/; must be the --workdir of '
+      f'--{flag}={path}: has no checkpoints/; must be the --workdir of '
       'a run, or WORKDIR/checkpoints/ITERATION'
     )
 
@@ -114,12 +114,23 @@ def restore(
   if config.lora.rank:  # Only the adapters are in the checkpoint.
     state = checkpoint.abstract_state(learner.init(bundle.load()))
     base = learner.base
-  # The optimizer's state depends on its options.
-  template = {'policy': {'params': state.params}}
+  return restore_params(path, {'policy': state.params})['policy'], base
+
+
+def restore_params(path: str, shapes: dict[str, dict]) -> dict[str, dict]:
+  """Returns parameters in a checkpoint.
+
+  Args:
+    path: the checkpoint, or the run whose newest one is meant.
+    shapes: shapes, dtypes and shardings of the parameters, by name of the state
+      that has them: `policy` or `critic`.
+  """
+  # The state of an optimizer depends on its options.
+  template = {name: {'params': params} for name, params in shapes.items()}
   folder, iteration = _locate(path)
   with checkpoint.Checkpointer(folder, read_only=True) as checkpointer:
     iteration, states, _ = checkpointer.restore(
       template, iteration=iteration, partial=True
     )
-  console.log(f'policy after iteration {iteration}')
-  return states['policy']['params'], base
+  console.log(f'{" and ".join(shapes)} after iteration {iteration}')
+  return {name: states[name]['params'] for name in shapes}

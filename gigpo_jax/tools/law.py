@@ -17,10 +17,10 @@ each setting is predicted by the law that is selected and fitted without it.
 `predict` writes predictions for other settings, before their results are known;
 it never overwrites a file. `compare` shows predicted and measured effects.
 
-With `--method=best`, the effect of a seed is that of the method which is best
-on the other seeds, so that the selection does not favour it. All names of the
-sweep except GRPO take part, also controls; settings with one other method are
-left out.
+With `--method=best`, the effect of a seed is that of the method with the
+largest mean gain over GRPO on the other seeds, so that the selection does not
+favour it. All names of the sweep except GRPO take part, also controls; settings
+with one other method are left out.
 """
 
 import argparse
@@ -146,12 +146,15 @@ def effects(rows: Sequence[Mapping], method: str = 'gigpo') -> dict:
   found = {}
   for setting, by_method in by_setting(final).items():
     baseline = by_method.pop(BASELINE, {})
+    gains = {
+      name: {s: rates[s] - baseline[s] for s in rates if s in baseline}
+      for name, rates in by_method.items()
+    }
     if method == BEST:
       # A single method is not chosen.
-      rates = _best_on_other_seeds(by_method) if len(by_method) > 1 else {}
+      gaps = _best_on_other_seeds(gains) if len(gains) > 1 else []
     else:
-      rates = by_method.get(method, {})
-    gaps = [rates[seed] - baseline[seed] for seed in rates if seed in baseline]
+      gaps = list(gains.get(method, {}).values())
     if gaps:
       error = np.std(gaps, ddof=1) / len(gaps) ** 0.5 if gaps[1:] else np.nan
       found[setting] = Effect(float(np.mean(gaps)), float(error), len(gaps))
@@ -191,19 +194,24 @@ def read_effects(path: str, method: str = 'gigpo') -> dict[str, Effect]:
 
 
 def _best_on_other_seeds(
-  by_method: Mapping[str, Mapping[int, float]],
-) -> dict[int, float]:
-  """Returns by seed the success of the method that is best on the others."""
-  rates = {}
-  for seed in {seed for by_seed in by_method.values() for seed in by_seed}:
+  gains: Mapping[str, Mapping[int, float]],
+) -> list[float]:
+  """Returns for each seed the gain of the method that is best on the others.
+
+  Args:
+    gains: success minus that of GRPO, by method and seed. Methods may have
+      different seeds: their gains are comparable, success is not.
+  """
+  chosen = []
+  for seed in sorted({seed for by_seed in gains.values() for seed in by_seed}):
     means = {
       method: np.mean([x for s, x in by_seed.items() if s != seed])
-      for method, by_seed in by_method.items()
+      for method, by_seed in gains.items()
       if seed in by_seed and len(by_seed) > 1
     }
     if means:
-      rates[seed] = by_method[max(means, key=means.get)][seed]
-  return rates
+      chosen.append(gains[max(means, key=means.get)][seed])
+  return chosen
 
 
 def _fit_line(

@@ -266,7 +266,7 @@ def dial_table(
     rows.append(
       (
         setting.removeprefix('keydoor '),
-        *law.predictor_cells(predictors[setting]),
+        *law.predictor_cells(predictors.get(setting, {})),
         *(
           paired.summarize(by_seed)[0] if by_seed else _MISSING
           for by_seed in (grpo, *others)

@@ -72,7 +72,7 @@ def read(
   try:
     with open(path, newline='', encoding='utf-8') as file:
       lines = [*map(deprecated.renamed_metrics, csv.DictReader(file))]
-    return [
+    rows = [
       {'experiment': line['experiment'], 'name': line['name']}
       | {'seed': int(line['seed']), 'iteration': int(line['iteration'])}
       | {'settings': line.get('settings') or None}
@@ -89,6 +89,21 @@ def read(
       f'{path}: not a table of a sweep ({type(error).__name__}: '
       f'{error}); must be the CSV that launch/sweep.py writes'
     ) from error
+  _check_unique(path, rows)
+  return rows
+
+
+def _check_unique(path: str | pathlib.Path, rows: Sequence[dict]) -> None:
+  """Checks that no run has two evaluations of an iteration."""
+  known = set()
+  for row in rows:
+    key = tuple(row[name] for name in ('experiment', 'name', 'seed'))
+    if (*key, row['iteration']) in known:
+      raise ValueError(
+        f'{path}: has two evaluations of iteration {row["iteration"]} of '
+        f'{key[0]} {key[1]}, seed {key[2]}; must have one'
+      )
+    known.add((*key, row['iteration']))
 
 
 def write(path: str | pathlib.Path, evaluations: Sequence[dict]) -> None:
