@@ -9,7 +9,7 @@ in which a run trains its critic only:
     python launch/train.py --config=configs/alfworld.py:mini,ppo \
         --workdir=runs/critic --config.critic.warmup_iterations=55
     python benchmarks/credit.py --config=configs/alfworld.py:mini \
-        --critic=runs/critic/checkpoints/55
+        --critic=runs/critic/checkpoints/54
 
 Plays groups of episodes with a policy, by default the config's warm start, and
 `--continuations` further episodes from each state, whose mean return is the
@@ -413,11 +413,11 @@ def check_critic(config, path: str) -> None:
       raise ValueError(
         f'--critic={path}: has {name}={stored.get(name)}; must have {expected}'
       )
-  warmup = stored['critic.warmup_iterations']
-  if int(folder.name) > warmup:
+  last = stored['critic.warmup_iterations'] - 1
+  if int(folder.name) > last:
     raise ValueError(
       f'--critic={path}: its policy has been trained; must be of the warm-up, '
-      f'at most {warmup} (critic.warmup_iterations)'
+      f'at most checkpoints/{last}'
     )
 
 

@@ -137,14 +137,14 @@ def test_the_exact_cosine_has_the_noise_of_both_oracles(credit):
     ('algorithm.name', 'gigpo', 'has algorithm.name=gigpo; must have ppo'),
     ('model.path', 'other', 'has model.path=other'),
     ('lora.rank', 4, 'has lora.rank=4'),
-    ('critic.warmup_iterations', 7, 'trained; must be of the warm-up, at most'),
+    ('critic.warmup_iterations', 8, 'trained; .*, at most checkpoints/7'),
   ],
 )
 def test_a_critic_of_another_policy_is_refused(
   credit, monkeypatch, tmp_path, field, value, problem
 ):
   config = keydoor.get_config('mini,ppo')
-  config.critic.warmup_iterations = 8
+  config.critic.warmup_iterations = 9  # Iterations 0 to 8.
   stored = config_fields.flatten(config)
   path = str(tmp_path / 'checkpoints' / '8')
   with pytest.raises(ValueError, match='--critic=.*does not exist'):
