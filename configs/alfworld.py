@@ -41,7 +41,7 @@ RATES = {
 }
 
 # Those of `:mini_full`.
-FULL_RATES = {'gigpo': 1.5e-4, 'grpo': 1.5e-4}
+FULL_RATES = {'g2po': 7.5e-5, 'gigpo': 1.5e-4, 'grpo': 1.5e-4}
 
 # Those of `:small`, see configs/sweeps/tuning_small.py, and the rate of methods
 # that were not tuned.
