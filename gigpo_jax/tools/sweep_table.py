@@ -3,6 +3,7 @@
 NAME_tests.csv next to NAME.csv has the tests of the final policies.
 """
 
+import collections
 import csv
 import io
 import pathlib
@@ -95,15 +96,16 @@ def read(
 
 def _check_unique(path: str | pathlib.Path, rows: Sequence[dict]) -> None:
   """Checks that no run has two evaluations of an iteration."""
-  known = set()
-  for row in rows:
-    key = tuple(row[name] for name in ('experiment', 'name', 'seed'))
-    if (*key, row['iteration']) in known:
+  counts = collections.Counter(
+    (row['experiment'], row['name'], row['seed'], row['iteration'])
+    for row in rows
+  )
+  for (experiment, name, seed, iteration), count in counts.items():
+    if count > 1:
       raise ValueError(
-        f'{path}: has two evaluations of iteration {row["iteration"]} of '
-        f'{key[0]} {key[1]}, seed {key[2]}; must have one'
+        f'{path}: has {count} evaluations of iteration {iteration} of '
+        f'{experiment} {name}, seed {seed}; must have one'
       )
-    known.add((*key, row['iteration']))
 
 
 def write(path: str | pathlib.Path, evaluations: Sequence[dict]) -> None:
