@@ -795,5 +795,5 @@ def test_two_evaluations_of_an_iteration_are_refused(tmp_path):
   sweep_table.write(tmp_path / 't.csv', [row, row | {'seed': 2}])
   assert len(sweep_table.read(tmp_path / 't.csv')) == 2
   sweep_table.write(tmp_path / 't.csv', [row, row])
-  with pytest.raises(ValueError, match='has 2 evaluations of iteration 4 of a b'):
+  with pytest.raises(ValueError, match='2 evaluations of iteration 4 of a b'):
     sweep_table.read(tmp_path / 't.csv')
