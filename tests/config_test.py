@@ -110,7 +110,7 @@ def _refusal(**changes) -> str:
     ('algorithm.discount', 1.1, 'between 0 and 1'),
     ('algorithm.penalty_scope', 'row', 'needs episode_stats=rows'),
     ('algorithm.anchor', 'room', 'must be one of observation'),
-    ('algorithm.history', -1, 'at least 0'),
+    ('algorithm.history', -1, 'between 0 and 64'),
     ('algorithm.anchor_history', -1, 'at least 0'),
     ('algorithm.graph_discount', 2.0, 'between 0 and 1'),
     ('algorithm.gae_level', 'word', 'must be one of token, turn'),

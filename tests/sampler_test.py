@@ -402,8 +402,6 @@ def test_too_long_prompt_raises(params):
   ('changes', 'problem'),
   [
     ({'prompt_ids': np.zeros(0, np.int32)}, 'a prompt has 0 tokens'),
-    ({'prompt_ids': np.int32([3, -1])}, 'token -1; the model embeds tokens 0'),
-    ({'prompt_ids': np.int32([9999, 3])}, 'token 9999; the model embeds'),
     ({'stream': (0, 0, 0, 0)}, 'must be 5 integers'),
     ({'stream': (0, 0, 0, 0, 2**32)}, 'must be 5 integers'),
     ({'stream': (0, 0, 0, 0, -1)}, 'must be 5 integers'),
