@@ -118,8 +118,8 @@ def test_the_best_method_has_the_largest_gain_not_the_easiest_seeds(tmp_path):
     ('toy', name, n, x) for name in rates for n, x in enumerate(rates[name])
   ]
   write_table(tmp_path / 't.csv', runs)
-  found = law.effects(sweep_table.read(tmp_path / 't.csv'), law.BEST)
-  assert found['toy'] == pytest.approx((10, 0, 4))
+  effects = law.effects(sweep_table.read(tmp_path / 't.csv'), law.BEST)
+  assert effects['toy'] == pytest.approx((10, 0, 4))
 
 
 def test_names_of_runs_are_settings_and_methods():
