@@ -22,7 +22,7 @@ import ml_collections
 from configs import base, sizes, variants
 
 # Learning rates of `:mini`; see sizes.use_mini.
-RATES = {'gigpo': 2.5e-5, 'grpo': 2.5e-5}
+RATES = {'g2po': 2.5e-5, 'gigpo': 2.5e-5, 'grpo': 2.5e-5}
 
 SIZES = ('1.5b', 'tiny', 'mini', 'smoke')
 
