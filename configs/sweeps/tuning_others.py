@@ -5,11 +5,12 @@ r"""Tunes the learning rate of `:mini` for the environments not in tuning.py.
 
 As in tuning.py, with seed 100 and the split that the config does not evaluate.
 On keys and doors, also the other methods of credit.py, and GiGPO a second time
-with two seeds and 512 levels. On Sokoban, two seeds and 512 levels, because one
-seed and 128 tasks selected rates that were too high elsewhere. All tasks of
-gymnasium.py are the same lake, so that only the seed differs. Runs there may
-fail at a rate that one seed selects, so that its two best rates have three
-seeds. ALFWorld with full rooms evaluates 128 games.
+with two seeds and 512 levels. On TextWorld, also GraphGPO. On Sokoban, two
+seeds and 512 levels, because one seed and 128 tasks selected rates that were
+too high elsewhere. All tasks of gymnasium.py are the same lake, so that only
+the seed differs. Runs there may fail at a rate that one seed selects, so that
+its two best rates have three seeds. ALFWorld with full rooms evaluates 128
+games.
 """
 
 from configs.sweeps import credit, keydoor, tuning
@@ -41,6 +42,9 @@ RUNS += tuning.runs(
 )
 # TextWorld's best rate of the three is the smallest.
 RUNS += tuning.runs(keydoor.METHODS, {'textworld': 'test'}, [2.5e-5])
+RUNS += tuning.runs(
+  {'graphgpo': ',graphgpo'}, {'textworld': 'test'}, [2.5e-5, 7.5e-5]
+)
 RUNS += tuning.runs(
   keydoor.METHODS, {'gymnasium': 'test'}, [7.5e-5, 1.5e-4], seeds=[101, 102]
 )
