@@ -62,7 +62,8 @@ class Observation:
   Attributes:
     prompt: the user message of this turn, before the chat template; in a
       conversation, for display only.
-    short_prompt: the same without history, used if `prompt` is too long.
+    short_prompt: the same without history, used if `prompt` is too long; ''
+      for the same text.
     anchor: the state by which steps are grouped (GiGPO, Eq. 6); any string.
     text: the environment's own text, for logs and display.
     task: the task description in `prompt`, for display.

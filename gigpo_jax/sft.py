@@ -327,7 +327,7 @@ def _fit_prompts(
   # All at once, because tokenizers encode batches in parallel.
   fitted = text.fit(
     [o.prompt for o in observations],
-    [o.short_prompt or o.prompt for o in observations],
+    [o.short_prompt for o in observations],
     max_tokens=config.rollout.max_prompt_tokens,
     policy=config.rollout.prompt_overflow,
   )

@@ -355,7 +355,7 @@ class Tokenizer:
 
     Args:
       prompts: user messages.
-      short_prompts: the same messages without history.
+      short_prompts: the same messages without history; '' for the same text.
       max_tokens: maximum length of a rendered prompt.
       policy: treatment of prompts that are too long. 'error' raises an
         error. 'truncate_left' removes tokens from the start of the message and
@@ -379,7 +379,7 @@ class Tokenizer:
         fitted.append((None, True))
         continue
       if shortened and policy == 'drop_history':
-        (ids,) = self.render([short_prompts[index]])
+        (ids,) = self.render([short_prompts[index] or prompts[index]])
       if len(ids) > max_tokens:
         head = self.head_length()
         tail = max_tokens - head

@@ -186,6 +186,9 @@ def test_overflow_policies(text):
     [long], [short], max_tokens=limit, policy='truncate_left'
   )
   assert shortened and len(ids) == limit
+  # Without a shorter text, the prompt is cut.
+  ((cut, _),) = text.fit([long], [''], max_tokens=limit, policy='drop_history')
+  assert np.array_equal(cut, ids)
   # The start of the template and the end of the message are kept.
   assert text._hf.decode(ids).startswith('<|im_start|>user\n')
   assert text._hf.decode(ids).endswith(
