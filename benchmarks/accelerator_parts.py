@@ -209,11 +209,8 @@ def make_bundle(setup: Setup) -> model_builders.ModelBundle:
   devices = setup.make_mesh()
   model = setup.make_model(devices)
   mesh.check(devices, parameters.shapes(model), parameters.logical_axes(model))
-  config.rollout.tensor = config.rollout.tensor or mesh.sampling_tensor(
-    devices,
-    sampler.parameter_bytes(model, config.rollout.weights),
-    mesh.device_bytes(),
-    parameters.max_tensor_shards(model),
+  config.rollout.tensor = model_builders.sampling_tensor(
+    config, model, devices, mesh.device_bytes()
   )
   return model_builders.ModelBundle(
     model=model,

@@ -268,7 +268,7 @@ def report(config, episodes, states, played, count: int) -> None:
   rows = make_rows(config, episodes)
   default = algorithms.make(**config.algorithm.to_dict())
   metrics = default.compute_advantages(rows).metrics
-  cost = group_filter.SampleCounts().plus(played)
+  cost = group_filter.SampleCounts.of(played)
   print(
     f'{config.env.name} {config.get("variant", "")}, {config.model.path}, '
     f'seed {config.seed}: {config.rollout.groups} groups of '

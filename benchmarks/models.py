@@ -97,8 +97,9 @@ def decode_flops(model: qwen.QwenConfig, tokens: int) -> float:
   return forward_flops(model, 1, 1) + 4.0 * attention * tokens
 
 
-def core_matmul_rate(width: int = 1024) -> float:
+def core_matmul_rate() -> float:
   """Returns the float32 operations per CPU second of matmuls."""
+  width = 1024
   x = jax.random.normal(jax.random.key(0), (width, width))
   times = _times(jax.jit(lambda x: x @ x), x, 15, time.process_time)
   return 2 * width**3 / statistics.median(times)

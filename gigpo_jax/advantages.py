@@ -58,7 +58,6 @@ class Components(NamedTuple):
     episode_returns: E, the undiscounted sum of an episode's rewards.
     returns: G, the discounted return from this step; Eq. (5).
     anchor_group_sizes: number of rows in the row's anchor group.
-    group_sizes: number of episodes in the row's group.
   """
 
   episode_advantage: Float[Array, ' R']
@@ -66,7 +65,6 @@ class Components(NamedTuple):
   episode_returns: Float[Array, ' R']
   returns: Float[Array, ' R']
   anchor_group_sizes: Int[Array, ' R']
-  group_sizes: Int[Array, ' R']
 
 
 def gigpo(  # noqa: PLR0913
@@ -168,8 +166,7 @@ def gigpo_components(  # noqa: PLR0913
     lone_episode=lone_episode,
   )
   if not np.shape(groups)[0]:
-    floats, sizes = jnp.zeros(0, jnp.float32), jnp.zeros(0, jnp.int32)
-    return Components(*4 * [floats], *2 * [sizes])
+    return Components(*4 * [jnp.zeros(0)], jnp.zeros(0, jnp.int32))
   columns = rewards, groups, episodes, steps, anchors, valid
   for name, column in zip(Inputs._fields, columns, strict=False):
     if np.shape(column)[:1] != np.shape(groups)[:1]:
@@ -357,7 +354,6 @@ def make_components(
     episode_returns=row_segments.episode_returns[0],
     returns=row_segments.returns[0],
     anchor_group_sizes=arrays.segment_count(row_segments.anchors, all_rows),
-    group_sizes=arrays.segment_count(row_segments.groups, row_segments.starts),
   )
   return jax.tree.map(lambda x: jnp.where(row_segments.real, x, 0), components)
 

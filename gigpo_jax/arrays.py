@@ -218,5 +218,5 @@ def ids32(ids: ArrayLike, *, padding: bool = False) -> Int[Array, ' R']:
     return jnp.asarray(array.astype(np.int32))
   axis = 0 if array.ndim > 1 else None
   _, dense = np.unique(array, axis=axis, return_inverse=True)
-  dense = dense.reshape(len(array)).astype(np.int32)
+  dense = dense.astype(np.int32)
   return jnp.asarray(np.where(array == -1, -1, dense) if padding else dense)

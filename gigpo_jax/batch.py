@@ -391,7 +391,7 @@ def pack(
     prompt_lengths=np.zeros(num_rows, np.int32),
     lengths=np.zeros(num_rows, np.int32),
     sampler_log_probs=np.zeros((num_rows, max_completion_tokens), np.float32),
-    groups=np.where(indices < len(prompts), indices, -1).astype(np.int32),
+    groups=np.where(indices < len(prompts), indices, -1),
     episodes=indices,
     steps=np.zeros(num_rows, np.int32),
     anchors=np.zeros(num_rows, np.int32),

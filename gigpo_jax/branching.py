@@ -35,7 +35,7 @@ import ml_collections
 import numpy as np
 from jaxtyping import Float
 
-from gigpo_jax import batch, rollout, selectors, trajectory
+from gigpo_jax import batch, rollout, row_stats, selectors, trajectory
 
 # Component of the seed of the random numbers of turns.
 _DRAWS = 0xB4A2C4
@@ -212,13 +212,11 @@ def merge(
   """
   real = rows.real
   _, index = np.unique(rows.responses[real], return_inverse=True)
-  index = index.reshape(-1)
   sums = np.zeros((len(index), *advantages.shape[1:]))
   np.add.at(sums, index, advantages[real].astype(np.float64))
   counts = np.bincount(index)[index]
-  means = sums[index] / counts.reshape(-1, *[1] * (advantages.ndim - 1))
   merged = np.zeros_like(advantages)
-  merged[real] = means
+  merged[real] = sums[index] / row_stats.like(counts, advantages)
   return merged
 
 

@@ -126,13 +126,13 @@ def try_environment(
   for observation in observations:
     if reason := conversation.prompt_error(observation, limit):
       raise ValueError(f'env.name={name}: {reason}')
-  if text is not None and observations[0].messages:
+  if text is None:
+    return
+  if observations[0].messages:
     try:
       conversation.Conversations(text, limit, 'end').prompt(observations[0], ())
     except tokenizer.TemplateError as error:
       raise ValueError(f'model.path={config.model.path}: {error}') from error
-    return
-  if text is None:
     return
   prompts = [o.prompt for o in observations]
   shortened = [o.short_prompt or o.prompt for o in observations]

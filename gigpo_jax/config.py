@@ -39,17 +39,19 @@ from gigpo_jax.run import (
   model_check,
 )
 
+# Options that the config of an environment may set for all algorithms, or for
+# all losses.
+COMMON_OPTIONS = {
+  'algorithm': ('norm', 'discount', 'invalid_penalty'),
+  'loss': ('kl_weight', 'entropy_weight', 'clip_epsilon'),
+}
 # Options of the algorithm section that are not passed to algorithms, or that
 # apply to all of them.
 _SHARED_OPTIONS = (
   'name',
-  'norm',
-  'discount',
-  'invalid_penalty',
-  'anchor',
-  'similarity_threshold',
-  'anchor_history',
   'modulators',
+  *COMMON_OPTIONS['algorithm'],
+  *options.defaults(anchors.Options),
 )
 
 
@@ -379,8 +381,8 @@ def _own_fields(config: ml_collections.ConfigDict) -> Iterator[str]:
   for option in losses.options_of(config.loss.name):
     yield f'loss.{option}'
   for family in (modulators.FAMILY, selectors.FAMILY):
-    section = family.field.partition('.')[0]
-    chosen = tuple(config_fields.get(config, family.field))
+    section = family.section
+    chosen = family.names(config[section])
     for option in family.options(chosen):
       yield f'{section}.{option}'
   for path in config.reward.functions:
@@ -392,7 +394,7 @@ def _plugins(
 ) -> Iterator[str]:
   """Yields the conflicts of modulators and selectors."""
   for family in (modulators.FAMILY, selectors.FAMILY):
-    section = family.field.partition('.')[0]
+    section = family.section
     if any(field.startswith(f'{section}.') for field in refused):
       continue
     try:
@@ -400,7 +402,7 @@ def _plugins(
     except ValueError as error:
       yield f'{section}.{str(error).removeprefix(f"{section}.")}'
       continue
-    chosen = tuple(config_fields.get(config, family.field))
+    chosen = family.names(config[section])
     others = family.options() - family.options(chosen)
     fields = sorted(f'{section}.{option}' for option in others)
     for field, value, default in config_fields.non_default(config, fields):

@@ -186,7 +186,7 @@ def add_values(
     invalid_penalty: subtracted from the reward of an invalid response.
   """
   totals = returns(states, played, discount, invalid_penalty)
-  values, cost = mean_returns(totals), group_filter.SampleCounts().plus(played)
+  values, cost = mean_returns(totals), group_filter.SampleCounts.of(played)
   cost = dataclasses.replace(cost, episodes=0)
   groups = dataclasses.replace(
     groups, kept=with_values(groups.kept, states, values), further=cost

@@ -30,20 +30,14 @@ class SampleCounts:
   env_steps: int = 0
   tokens: int = 0
 
-  def plus(
-    self, trajectories: Sequence[trajectory.Trajectory]
-  ) -> 'SampleCounts':
-    """Returns the counts with the cost of these episodes added."""
-    steps = [step for t in trajectories for step in t.steps]
-    return SampleCounts(
-      self.episodes + len(trajectories),
-      self.env_steps + len(steps),
-      self.tokens
-      + sum(
-        len(step.completion_ids)
-        for t in trajectories
-        for step in t.steps[t.num_repeated :]
-      ),
+  @classmethod
+  def of(cls, trajectories: Sequence[trajectory.Trajectory]) -> 'SampleCounts':
+    """Returns the cost of episodes."""
+    sampled = [step for t in trajectories for step in t.steps[t.num_repeated :]]
+    return cls(
+      len(trajectories),
+      sum(len(t.steps) for t in trajectories),
+      sum(len(step.completion_ids) for step in sampled),
     )
 
   def __add__(self, other: 'SampleCounts') -> 'SampleCounts':

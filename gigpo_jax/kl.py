@@ -45,43 +45,19 @@ def estimate(
     clamp: upper bound of the estimate. Above it the gradient is 0. None
       disables the bound.
   """
-  if estimator == 'k3':
-    return k3(log_probs, ref_log_probs, clamp)
   difference = ref_log_probs - log_probs
-  if estimator == 'k2':
+  xp = difference.__array_namespace__()
+  if estimator == 'k3':
+    if clamp is not None:
+      # |d| > clamp + 2 implies an estimate above the clamp. Clipping d avoids
+      # an infinite exp(d), whose gradient would be NaN.
+      difference = xp.clip(difference, -clamp - 2, clamp + 2)
+    values = xp.expm1(difference) - difference
+  elif estimator == 'k2':
     values = difference**2 / 2
   else:
     values = abs(difference) if estimator == 'abs' else -difference
-  if clamp is None:
-    return values
-  return values.__array_namespace__().minimum(values, clamp)
-
-
-@typechecked
-def k3(
-  log_probs: Tokens,
-  ref_log_probs: Tokens,
-  clamp: float | None = None,
-) -> Tokens:
-  """Returns a non-negative estimate of KL(policy || reference) per token.
-
-  exp(d) - d - 1 with d = ref_log_probs - log_probs. Its gradient is
-  1 - exp(d).
-
-  Args:
-    log_probs: log-probs under the policy.
-    ref_log_probs: log-probs under the reference.
-    clamp: upper bound of the estimate. Above it the gradient is 0. None
-      disables the bound.
-  """
-  difference = ref_log_probs - log_probs
-  jnp = difference.__array_namespace__()
-  if clamp is None:
-    return jnp.expm1(difference) - difference
-  # |d| > clamp + 2 implies an estimate above the clamp. Clipping d avoids an
-  # infinite exp(d), whose gradient would be NaN.
-  difference = jnp.clip(difference, -clamp - 2, clamp + 2)
-  return jnp.minimum(jnp.expm1(difference) - difference, clamp)
+  return values if clamp is None else xp.minimum(values, clamp)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from gigpo_jax import deprecated, reward_functions, trajectory
+from gigpo_jax import deprecated, reward_functions, row_stats, trajectory
 from gigpo_jax.runtime import console, errors, files
 from gigpo_jax.tools import plots
 
@@ -254,9 +254,8 @@ def effective_tokens(
     'advantage/effective_tokens': (sum |A|)^2 / sum A^2 over tokens, the
     effective sample size; 'advantage/std': standard deviation over tokens.
   """
-  rows = advantages if advantages.ndim > 1 else advantages[:, None]
-  token_advantages = np.broadcast_to(rows, completion_mask.shape)
-  token_advantages = token_advantages[completion_mask].astype(np.float64)
+  by_token = row_stats.per_token(advantages, completion_mask)
+  token_advantages = by_token[completion_mask].astype(np.float64)
   if not token_advantages.size:
     token_advantages = np.zeros(1)
   weights = np.abs(token_advantages)

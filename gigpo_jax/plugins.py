@@ -85,6 +85,15 @@ class Family:
   registry: Mapping[str, str]
   class_name: str
 
+  @property
+  def section(self) -> str:
+    """The section of the config with the names and the options."""
+    return self.field.partition('.')[0]
+
+  def names(self, values: Mapping[str, Any]) -> tuple[str, ...]:
+    """Returns the names of a chain, given the section of the config."""
+    return tuple(values[self.field.rpartition('.')[2]])
+
   def make(self, values: Mapping[str, Any]) -> tuple[Any, ...]:
     """Returns the plug-ins of a chain, in order.
 
@@ -94,7 +103,7 @@ class Family:
     Raises:
       ValueError: if a name is unknown or occurs twice, or an option is wrong.
     """
-    names = self._names(values)
+    names = self.names(values)
     if len(set(names)) < len(names):
       raise ValueError(
         f'{self.field}={names}: names one twice; must be different names'
@@ -125,11 +134,9 @@ class Family:
 
   def conflicts(self, config: ml_collections.ConfigDict) -> Iterator[str]:
     """Yields a line for each option that a plug-in of the chain rejects."""
-    values = config[self.field.partition('.')[0]]
+    values = config[self.section]
     members = config.rollout.episodes_per_group
-    for name, plugin in zip(
-      self._names(values), self.make(values), strict=True
-    ):
+    for name, plugin in zip(self.names(values), self.make(values), strict=True):
       if plugin.needs_group and members < options_lib.MIN_GROUP:
         yield (
           f'rollout.episodes_per_group={members}: {name} compares the episodes '
@@ -143,9 +150,6 @@ class Family:
         )
       module = importlib.import_module(type(plugin).__module__)
       yield from module_conflicts(module, config, f'{self.field}={name}')
-
-  def _names(self, values: Mapping[str, Any]) -> tuple[str, ...]:
-    return tuple(values[self.field.rpartition('.')[2]])
 
   def find(self, name: str) -> Callable[..., Any]:
     """Returns what makes a plug-in from its options.

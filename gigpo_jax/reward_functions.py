@@ -17,7 +17,7 @@ import ml_collections
 
 import envs
 from envs import base, rewards
-from gigpo_jax import env_pool, options, reward_shaping, trajectory
+from gigpo_jax import batch, env_pool, options, reward_shaping, trajectory
 from gigpo_jax.run import config_fields
 
 _MODULE = 'envs.rewards'
@@ -28,7 +28,7 @@ ENVIRONMENT = 'environment_reward'
 # Weights in the total reward.
 _WEIGHTS = ('reward.function_weights', 'reward.environment_weight')
 # Names of components with another meaning.
-_TAKEN = ('reward', 'valid', 'score', ENVIRONMENT)
+_TAKEN = (*batch.COMPONENTS, ENVIRONMENT)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -190,7 +190,6 @@ class EpisodeRunner:
     stream: tuple[int, int],
     sampling: sampler.Sampling,
     base_params: dict | None = None,
-    trace: bool = False,
     max_turns: int | None = None,
     label: str = '',
   ) -> list[trajectory.Trajectory]:
@@ -207,7 +206,6 @@ class EpisodeRunner:
       sampling: sampling options.
       base_params: frozen parameters of a network with adapters; None: no
         adapters.
-      trace: whether to record `sampler.Stats.spans`.
       max_turns: see `EpisodeBatch`.
       label: text of the progress bar; '' shows none.
 
@@ -218,11 +216,7 @@ class EpisodeRunner:
       tasks, episodes_per_group, stream, sampling, max_turns
     )
     (trajectories,) = self.run_batches(
-      params,
-      [episodes],
-      base_params=base_params,
-      trace=trace,
-      label=label,
+      params, [episodes], base_params=base_params, label=label
     )
     return trajectories
 
@@ -487,8 +481,9 @@ class _Rollout:
     if len(episode.steps) == episode.batch.max_turns:
       self._pool.end(env)
       return None
-    limit, first = self._max_prompt, episode.first_observation
-    reason = conversation.prompt_error(observation, limit, first)
+    reason = conversation.prompt_error(
+      observation, self._runner.max_prompt_tokens, episode.first_observation
+    )
     if reason := reason or self._runner.agent_error(observation):
       episode.failure = str(self._pool.refuse(env, reason))
       return None
@@ -574,11 +569,13 @@ class _Rollout:
 
   def _end_at_limit(self, env: int) -> None:
     """Ends an episode whose next prompt is too long."""
-    episode, limit = self._running[env], self._max_prompt
+    episode, limit = self._running[env], self._runner.max_prompt_tokens
     if episode.steps:
       self._pool.end(env)
     else:
       reason = f'the first prompt exceeds rollout.max_prompt_tokens={limit}'
+      if forced := self._runner.prefixes.longest:
+        reason += f' minus {forced} for forced prefixes'
       episode.failure = str(self._pool.refuse(env, reason))
     self._end(env)
 

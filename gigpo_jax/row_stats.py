@@ -100,7 +100,6 @@ def episodes(rows: batch.Rows, invalid_penalty: float = 0.0) -> Episodes:
   real = rows.real
   keys = np.stack([rows.groups[real], rows.episodes[real]], axis=1)
   unique, own = np.unique(keys, axis=0, return_inverse=True)
-  own = own.reshape(-1)
   index = np.full(len(real), -1)
   index[real] = own
   lengths = (rows.lengths - rows.prompt_lengths)[real]
@@ -110,7 +109,7 @@ def episodes(rows: batch.Rows, invalid_penalty: float = 0.0) -> Episodes:
 
   return Episodes(
     index=index,
-    groups=np.unique(unique[:, 0], return_inverse=True)[1].reshape(-1),
+    groups=np.unique(unique[:, 0], return_inverse=True)[1],
     returns=total(penalized_rewards(rows, invalid_penalty)),
     success=total(rows.success) > 0,
     turns=np.bincount(own, minlength=len(unique)),

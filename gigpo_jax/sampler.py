@@ -29,7 +29,7 @@ from gigpo_jax import prefix_cache, sampler_types, sampling
 from gigpo_jax import sampler_checks as checks
 from gigpo_jax.models import decode_attention, qwen
 from gigpo_jax.programs import sampler_cache, sampler_programs, sampler_weights
-from gigpo_jax.runtime import compilation, distributed
+from gigpo_jax.runtime import compilation, distributed, errors
 
 # Tokens of a prompt that are prefilled together where later turns continue it.
 # With 8 prompts, they fill an accelerator.
@@ -313,7 +313,7 @@ class Sampler:
       for size in self._sizes()[-2:-1]:
         jax.block_until_ready(self._programs.new_slots(*size))
     except jax.errors.JaxRuntimeError as error:
-      if 'RESOURCE_EXHAUSTED' not in str(error):
+      if not errors.is_out_of_memory(error):
         raise
       return False
     return True

@@ -333,5 +333,5 @@ class StageSampler(TaskSampler):
 
 
 def first_tasks(split: str, num_tasks: int) -> list[base.Task]:
-  """Returns the first tasks of a split as the evaluation tasks."""
+  """Returns the first tasks of a split."""
   return [base.Task(split, index) for index in range(num_tasks)]

@@ -27,7 +27,8 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 OVERFLOW_POLICIES = ('error', 'drop_history', 'truncate_left', 'end')
 
 END_OF_TURN = '<|im_end|>'
-SPECIAL_TOKENS = ('<|endoftext|>', '<|im_start|>', END_OF_TURN)
+END_OF_TEXT = '<|endoftext|>'
+SPECIAL_TOKENS = (END_OF_TEXT, '<|im_start|>', END_OF_TURN)
 
 # Qwen2's split into words: contractions, letters with a leading sign or space,
 # single digits, punctuation, newlines, spaces.
@@ -160,7 +161,7 @@ class Tokenizer:
     ids = {
       n
       for n, token in self._hf.added_tokens_decoder.items()
-      if token.content in (END_OF_TURN, '<|endoftext|>')
+      if token.content in (END_OF_TURN, END_OF_TEXT)
     }
     ids |= {self._hf.eos_token_id, *self._more_stop_ids}
     ids.discard(None)
@@ -443,8 +444,8 @@ def train(texts: Iterable[str], directory: str, *, vocab_size: int) -> None:
   )
   hf = transformers.PreTrainedTokenizerFast(
     tokenizer_object=bpe,
-    eos_token='<|im_end|>',
-    pad_token='<|endoftext|>',
+    eos_token=END_OF_TURN,
+    pad_token=END_OF_TEXT,
     padding_side='left',
   )
   hf.chat_template = _CHAT_TEMPLATE

@@ -20,12 +20,7 @@ def main() -> None:
   """Parses the flags and trains."""
   from launch import command
 
-  train = make_train()
-
-  def run(config, workdir: str) -> None:
-    train(config, workdir)
-
-  command.run(run)
+  command.run(make_train())
 
 
 def make_train() -> Callable[..., None]:

@@ -161,7 +161,6 @@ def test_golden_returns():
   np.testing.assert_array_equal(
     components.anchor_group_sizes, [3, 3, 1, 3, 3, 3, 3, 1]
   )
-  np.testing.assert_array_equal(components.group_sizes, [3] * 8)
 
 
 @pytest.mark.parametrize(
@@ -604,7 +603,7 @@ def test_metrics_of_the_signal_by_hand():
   sizes = np.repeat([1, 2, 3, 4, 7, 8, 1], [1, 2, 3, 4, 7, 8, 1])
   episode, step = np.zeros(26), np.zeros(26)
   episode[:2], step[:2], step[25] = [3, -3], [-1, 1], 9
-  components = advantages.Components(episode, step, None, None, sizes, None)
+  components = advantages.Components(episode, step, None, None, sizes)
   groups = np.repeat([0, 1, -1], [10, 15, 1])
   metrics = advantages.signal_metrics(components, groups)
   expected = {

@@ -201,7 +201,7 @@ def test_cost_has_replayed_steps_and_new_tokens(monkeypatch):
     toy.Env, 'step', lambda self, text: calls.append(text) or step(self, text)
   )
   episodes, _, streams = grow()
-  cost = group_filter.SampleCounts().plus(episodes)
+  cost = group_filter.SampleCounts.of(episodes)
   assert cost == group_filter.SampleCounts(12, len(calls), len(streams))
   found = branching.metrics(episodes)
   repeated = [e.num_repeated for e in episodes if e.num_repeated]

@@ -283,5 +283,5 @@ def test_a_run_plays_continuations_only_for_algorithms_that_need_them():
   ]
   assert metrics['time/continuations_secs'] > 0
   history = run_state.History().after(3, found, {}, metrics)
-  base_cost = group_filter.SampleCounts().plus(episodes)
+  base_cost = group_filter.SampleCounts.of(episodes)
   assert history.counts == base_cost + found.further

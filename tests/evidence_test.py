@@ -180,6 +180,8 @@ def test_the_noise_of_ranks_is_enlarged():
   rates = {'a': {'high': [0.5] * 4 + [0.6], 'low': [0.499] * 5}}
   rows = _rows(evidence.ranks_table(_results(rates), least_methods=2))
   assert rows == [['high', '52.0', '1 [1, 2]'], ['low', '49.9', '2 [1, 2]']]
+  # No environment has enough methods yet.
+  assert not _rows(evidence.ranks_table(_results(rates), least_methods=3))
 
 
 def test_methods_with_equal_success_have_no_significant_order():

@@ -156,7 +156,7 @@ def test_failed_episodes_have_no_variance():
 
 
 def test_spent_counts():
-  spent = group_filter.SampleCounts().plus(
+  spent = group_filter.SampleCounts.of(
     run([(0, 0), (0, 10)], [(0, 10), (0, 0)]).episodes
   )
   assert spent.metrics() == {

@@ -140,8 +140,8 @@ def _run(  # noqa: PLR0913
 class Notice(console.EndlessNotice):
   """Counts checks and records when it starts again."""
 
-  def __init__(self, wait_secs):
-    super().__init__(wait_secs)
+  def __init__(self):
+    super().__init__()
     self.lengths, self.checks, self.restarts = [], 0, []
 
   def restart(self):
@@ -153,7 +153,7 @@ class Notice(console.EndlessNotice):
 
 
 def test_the_notice_knows_the_longest_episode_and_every_end(text):
-  notice = Notice(60.0)
+  notice = Notice()
   trajectories, _ = _run(text, endless_notice=notice)
   turns = [len(t.steps) for t in trajectories]
   # Lockstep: a check of a round of turns sees the results of the one before.

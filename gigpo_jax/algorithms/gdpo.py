@@ -9,7 +9,6 @@ weight 1, however many turns it has.
 """
 
 import dataclasses
-import functools
 from collections.abc import Iterator
 from typing import ClassVar
 
@@ -80,7 +79,7 @@ class Algorithm:
     return algorithms.make_output(np.asarray(advantages_R), rows)
 
 
-@functools.partial(jax.jit)
+@jax.jit
 def _decoupled(components_RK, groups, episodes, steps, weights_K):
   group_ids = arrays.segment_ids(groups)
   episode_ids = arrays.segment_ids(groups, episodes)

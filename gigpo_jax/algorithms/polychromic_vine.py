@@ -101,7 +101,7 @@ class Algorithm(polychromic.Algorithm):
     _, first, own = np.unique(
       rows.responses, return_index=True, return_inverse=True
     )
-    return algorithms.make_output(advantages[first[own.reshape(-1)]], rows)
+    return algorithms.make_output(advantages[first[own]], rows)
 
 
 def _by_state(rows: batch.Rows) -> list[list[Int[np.ndarray, ' T']]]:

@@ -97,7 +97,7 @@ class Algorithm:
       decay=self.gae_lambda,
     )
     targets = np.where(units, advantages + values, 0)
-    errors = np.where(units, advantages, 0)[units]
+    errors = advantages[units]
     variance = targets[units].var()
     metrics = {
       'critic/value_mean': values[units].mean(),

@@ -98,7 +98,7 @@ def make_model_bundle(config: ml_collections.ConfigDict) -> ModelBundle:
       batch_buckets=tuple(config.rollout.batch_buckets),
       stop_ids=text.stop_ids,
       vocab_size=text.vocab_size,
-      tensor=_sampling_tensor(config, model, devices),
+      tensor=sampling_tensor(config, model, devices, mesh.device_bytes()),
       find_stop=(
         text.stop_finder(turns.ENDS) if config.rollout.stop_at_action else None
       ),
@@ -244,12 +244,28 @@ def _load(
   return lora.combine(base, adapters)
 
 
-def _sampling_tensor(config, model: qwen.QwenConfig, devices) -> int:
-  configured = config.rollout.tensor
-  tensor = configured or mesh.sampling_tensor(
+def sampling_tensor(
+  config: ml_collections.ConfigDict,
+  model: qwen.QwenConfig,
+  devices: jax.sharding.Mesh,
+  device_bytes: int | None,
+) -> int:
+  """Returns the number of devices that share a copy of the sampler's model.
+
+  Args:
+    config: the experiment; `rollout.tensor` of 0 means the smallest number with
+      which the model fits.
+    model: the policy's shape.
+    devices: the learner's mesh.
+    device_bytes: memory of a device; None if it is unknown.
+
+  Raises:
+    ValueError: if the model cannot be divided so; in one line.
+  """
+  tensor = config.rollout.tensor or mesh.sampling_tensor(
     devices,
     sampler.parameter_bytes(model, config.rollout.weights),
-    mesh.device_bytes(),
+    device_bytes,
     parameters.max_tensor_shards(model),
   )
   mesh.check(

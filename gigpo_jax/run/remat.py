@@ -10,7 +10,7 @@ from gigpo_jax import builders
 from gigpo_jax import mesh as mesh_lib
 from gigpo_jax.models import qwen_config
 from gigpo_jax.run import model_builders
-from gigpo_jax.runtime import console, distributed
+from gigpo_jax.runtime import console, distributed, errors
 
 # Share of a device's memory that the update may take; fragmentation and the
 # runtime need the rest.
@@ -96,7 +96,7 @@ def update_bytes(
   try:
     compiled = lowered.compile(ESTIMATE_OPTIONS.get(platform))
   except jax.errors.JaxRuntimeError as error:
-    if 'RESOURCE_EXHAUSTED' not in str(error):
+    if not errors.is_out_of_memory(error):
       raise
     return float('inf')
   needed = program_bytes(compiled, platform)

@@ -65,13 +65,6 @@ from gigpo_jax.runtime import (
 # `TEACHER_FOLDER`, whose module is slow to import.
 _EPISODES, _TEACHER = 'episodes', 'teacher'
 
-# Options that the config of an environment may set for all algorithms, or for
-# all losses.
-_COMMON_OPTIONS = {
-  'algorithm': ('norm', 'discount', 'invalid_penalty'),
-  'loss': ('kl_weight', 'entropy_weight', 'clip_epsilon'),
-}
-
 # Config fields that control the memory of programs, and remedies.
 _SAMPLER_MEMORY = (
   'rollout.batch_buckets',
@@ -160,7 +153,7 @@ class Parts:
     teacher: rows of a teacher, for updates of the policy.
     privileged_context: adds solutions to prompts; None if the teacher needs
       none.
-    entropy_band: its entropy band.
+    entropy_band: the entropy band of the policy's loss.
     kl_control: adapts the weight of the KL.
     reward: changes rewards.
     learner: updates the policy.
@@ -440,7 +433,7 @@ def unused_options(
     ('loss', builders.make_loss(config)),
   ):
     own = options.defaults(plugin).keys() - getattr(plugin, 'unused', ())
-    common = _COMMON_OPTIONS[section]
+    common = config_lib.COMMON_OPTIONS[section]
     fields = [f'{section}.{option}' for option in common if option not in own]
     for field, value, _ in config_fields.non_default(config, fields):
       if value:  # Otherwise nothing is to be used.

@@ -118,7 +118,7 @@ def stored_section(workdir: str, name: str) -> dict[str, int]:
     name: name of the section.
 
   Returns:
-    They by name; {} if there is no readable config.
+    The numbers by field; {} if there is no readable config.
   """
   try:
     section = files.read_stored(pathlib.Path(workdir) / _STORED).get(name)
@@ -233,9 +233,9 @@ def check_resume(
     and not (old is _MISSING and _is_default(field, new))
   ]
   changed += [
-    f'{name}={inputs[name]} (was {old})'
-    for name, old in old_inputs.items()
-    if name in (inputs or {}) and inputs[name] != old
+    f'{key}={inputs[key]} (was {old})'
+    for key, old in old_inputs.items()
+    if key in (inputs or {}) and inputs[key] != old
   ]
   if changed and allow_change:
     print(f'resuming with another config: {", ".join(changed)}', flush=True)

@@ -80,7 +80,7 @@ class RunLogs:
       timeline.plot(*spans, self.folder)
 
   def close(self) -> None:
-    """Flushes the metrics."""
+    """Closes the files of metrics."""
     self.writer.close()
 
 

@@ -96,10 +96,11 @@ class History:
       for name in ('update', 'critic')
       if f'{name}/skipped_in_row' in metrics
     }
+    spent = group_filter.SampleCounts.of(groups.episodes)
     return History(
       iteration=iteration,
       task_outcomes=task_outcomes,
-      counts=self.counts.plus(groups.episodes) + groups.further,
+      counts=self.counts + spent + groups.further,
       entropies=entropies,
       skipped=self.skipped | skipped,
       waiting=groups.waiting,

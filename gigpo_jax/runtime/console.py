@@ -42,17 +42,14 @@ def count_episodes(
 
 
 class EndlessNotice:
-  """Prints a line if no episode has ended for a while.
+  """Prints a line if no episode has ended for a minute.
 
   Long episodes are no error, so the time until the next line doubles with each
   line, also over several rollouts.
-
-  Args:
-    wait_secs: time until the first line.
   """
 
-  def __init__(self, wait_secs: float = 60.0):
-    self._wait_secs = wait_secs
+  def __init__(self):
+    self._wait_secs = 60.0
     self._since = time.monotonic()
 
   def restart(self) -> None:

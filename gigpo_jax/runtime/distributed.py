@@ -144,7 +144,7 @@ def lock(workdir: str | pathlib.Path) -> Iterator[None]:
   alone = not is_multi_process()
   with contextlib.ExitStack() as stack:
     refused = ''
-    if alone or is_main_process():
+    if is_main_process():
       try:
         stack.enter_context(files.lock(pathlib.Path(workdir)))
       except ValueError as error:

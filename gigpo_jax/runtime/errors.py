@@ -45,6 +45,11 @@ def show_traceback(field: str) -> Iterator[None]:
     raise PluginError(f'{field}: its code raised {error!r}') from error
 
 
+def is_out_of_memory(error: jax.errors.JaxRuntimeError) -> bool:
+  """Returns whether a program did not fit into the memory of a device."""
+  return 'RESOURCE_EXHAUSTED' in str(error)
+
+
 @contextlib.contextmanager
 def explain_out_of_memory(field: str, remedy: str) -> Iterator[None]:
   """Turns an out-of-memory error into a ValueError with a remedy.
@@ -56,7 +61,7 @@ def explain_out_of_memory(field: str, remedy: str) -> Iterator[None]:
   try:
     yield
   except jax.errors.JaxRuntimeError as error:
-    if 'RESOURCE_EXHAUSTED' not in str(error):
+    if not is_out_of_memory(error):
       raise
     reason = ' '.join(str(error).split())[:200]
     raise ValueError(

@@ -120,9 +120,7 @@ def keep(rows: batch.Rows, mask: Bool[np.ndarray, ' R']) -> batch.Rows:
   """Returns rows in which those outside of the mask are padding."""
   return dataclasses.replace(
     rows,
-    groups=np.where(mask, rows.groups, -1).astype(rows.groups.dtype),
-    lengths=np.where(mask, rows.lengths, 0).astype(rows.lengths.dtype),
-    prompt_lengths=np.where(mask, rows.prompt_lengths, 0).astype(
-      rows.prompt_lengths.dtype
-    ),
+    groups=np.where(mask, rows.groups, -1),
+    lengths=np.where(mask, rows.lengths, 0),
+    prompt_lengths=np.where(mask, rows.prompt_lengths, 0),
   )

@@ -188,7 +188,8 @@ def ranks_table(tests: Tests, least_methods: int) -> str:
     for environment, results in tests.items()
   }
   full = [e for e, by_name in rates.items() if len(by_name) >= least_methods]
-  names = [n for n in rates[full[0]] if all(n in rates[e] for e in full)]
+  first = rates[full[0]] if full else ()
+  names = [name for name in first if all(name in rates[e] for e in full)]
   rng = np.random.default_rng(0)
   means_NB = np.zeros((len(names), _RESAMPLES))
   for n, name in enumerate(names):

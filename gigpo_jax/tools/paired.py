@@ -266,17 +266,18 @@ def seeds_needed(
   )
 
 
-def detectable(deviation: float, seeds: int, *, power: float = 0.8) -> float:
-  """Returns the difference that a two-sided paired t-test at 5 % detects.
+def detectable(deviation: float, seeds: int) -> float:
+  """Returns the difference that is detected with a probability of 80 %.
+
+  It is that of `seeds_needed` with its default power and level.
 
   Args:
     deviation: standard deviation of the differences of seeds.
     seeds: number of seeds.
-    power: probability of rejecting.
   """
   critical = scipy.stats.t.ppf(0.975, seeds - 1)
   shift = scipy.optimize.brentq(
-    lambda x: scipy.stats.nct.sf(critical, seeds - 1, x) - power, 0, 100
+    lambda x: scipy.stats.nct.sf(critical, seeds - 1, x) - 0.8, 0, 100
   )
   return float(shift * deviation / seeds**0.5)
 

@@ -27,6 +27,7 @@ from gigpo_jax.models import (
   qwen,
 )
 from gigpo_jax.run import model_builders, model_check, remat
+from gigpo_jax.runtime import errors
 from gigpo_jax.tools import hlo, tpu_time
 from gigpo_jax.tools import topology as topology_lib
 
@@ -140,12 +141,7 @@ def estimate(
   mesh = model_builders.make_mesh(config, model, devices, chip.memory)
   model = model_builders.configure_model(model, config, mesh)
   mesh_lib.check(mesh, parameters.shapes(model), parameters.logical_axes(model))
-  tensor = config.rollout.tensor or mesh_lib.sampling_tensor(
-    mesh,
-    sampler.parameter_bytes(model, config.rollout.weights),
-    int(chip.memory),
-    parameters.max_tensor_shards(model),
-  )
+  tensor = model_builders.sampling_tensor(config, model, mesh, int(chip.memory))
   host = topology_lib.host_devices(topology, devices, tensor)
   _round_up(config, len(host) // tensor)
   policy = model_builders.ModelBundle(model, mesh, None, None, None)
@@ -249,7 +245,7 @@ def _programs(
     try:
       compiled = program.compile(remat.ESTIMATE_OPTIONS.get(platform))
     except jax.errors.JaxRuntimeError as error:
-      if 'RESOURCE_EXHAUSTED' not in str(error):
+      if not errors.is_out_of_memory(error):
         raise
       match = re.search(
         r'Used [\d.]+\w of [\d.]+\w hbm|[^,.]*\([\d.]+G\)', str(error)
