@@ -101,7 +101,7 @@ def _pool_section() -> ml_collections.ConfigDict:
   # Memory, in MiB, above which a worker is replaced. 0: no limit.
   pool.max_worker_mib = 0
   # Largest share of failed episodes in an iteration or an evaluation. The run
-  # stops above it.
+  # stops above it, and if all fail.
   pool.max_failed_share = 0.25
   return pool
 

@@ -31,6 +31,7 @@ import importlib
 import importlib.util
 import os
 import pathlib
+import re
 import sys
 import types
 import warnings
@@ -312,7 +313,7 @@ def demonstrate(
       (_observation(given), _response(text)) for given, text in shown or ()
     ]
   except Exception as error:  # An environment may raise anything.
-    if isinstance(error, ValueError) and str(error).startswith('env.'):
+    if _is_explained(error):
       raise
     raise ValueError(
       f'env.name={name}: demonstrate raises {_describe(error, name)}; it must '
@@ -343,6 +344,13 @@ def _response(text: str) -> str:
   return text
 
 
+def _is_explained(error: Exception) -> bool:
+  """Returns whether an error names the field that is wrong."""
+  return isinstance(error, ValueError) and bool(
+    re.match(r'[\w.]+=', str(error))
+  )
+
+
 def _describe(error: Exception, name: str) -> str:
   """Returns an environment's exception as one line."""
   # Imported here, because it imports this package.
@@ -362,13 +370,13 @@ def explain_errors(name: str, call: str, expected: str) -> Iterator[None]:
     expected: what it must be or return.
 
   Raises:
-    ValueError: in one line, instead of other exceptions.
+    ValueError: in one line, instead of exceptions that name no field.
   """
   try:
     yield
-  except ValueError:
-    raise
   except Exception as error:  # An environment may raise anything.
+    if _is_explained(error):
+      raise
     raise ValueError(
       f'env.name={name}: {call} raises {_describe(error, name)}; {expected}'
     ) from error

@@ -41,7 +41,8 @@ def ensure(
     make: writes the files into the folder that it is passed.
 
   Raises:
-    ValueError: in one line, if the folder cannot be written.
+    ValueError: in one line, if the folder cannot be written, or `make` cannot
+      use a file.
   """
   try:
     if not folder.is_dir():
@@ -93,6 +94,12 @@ def _build(folder: pathlib.Path, make: Callable[[pathlib.Path], None]) -> None:
   try:
     make(partial_folder)
     partial_folder.rename(folder)
+  except OSError as error:
+    # `make` also reads files and starts programs outside of the cache.
+    path = str(error.filename or folder)
+    if not pathlib.Path(path).is_relative_to(folder.parent):
+      raise ValueError(f'{path}: cannot be used: {error.strerror}') from error
+    raise
   finally:
     shutil.rmtree(partial_folder, ignore_errors=True)
 

@@ -20,7 +20,7 @@ _MAX_INT = 2**31 - 1
 def at_least(
   options: Mapping[str, Any], note: str = '', **lowest: int
 ) -> Iterator[str]:
-  """Yields options below a bound; options that are None or missing pass.
+  """Yields options that are no integers from a bound on; None passes.
 
   Args:
     options: the environment's options.
@@ -29,8 +29,13 @@ def at_least(
   """
   for name, low in lowest.items():
     value = options.get(name)
-    if value is not None and not is_between(value, low, _MAX_INT):
-      yield f'env.{name}={value}: out of range; must be at least {low}{note}'
+    is_int = isinstance(value, int)
+    if value is None or (is_int and low <= value <= _MAX_INT):
+      continue
+    accepted = f'an integer of at least {low}{note}'
+    if is_int and value > _MAX_INT:
+      accepted = f'at most {_MAX_INT:,}'
+    yield f'env.{name}={value}: out of range; must be {accepted}'
 
 
 def is_between(value: Any, low: int, high: int) -> bool:

@@ -234,17 +234,19 @@ class Env:
     reward, ended, terminated = 0.0, False, False
     if valid:
       observation, reward, terminated, truncated, _ = self._env.step(played)
-      ended = bool(terminated or truncated)
+      terminated = bool(terminated)
+      ended = terminated or bool(truncated)
       self._record(observation)
     self._return += float(reward)
     done = ended or self._narrator.step >= self._max_steps
     return base.StepResult(
       observation=None if done else self._build_observation(),
-      final_anchor=self._anchor if done else None,
+      # Some environments end in the observation of another turn.
+      final_anchor=(self._anchor + '\n(over)' * terminated) if done else None,
       reward=float(reward),
       valid=valid,
       action=action,
-      success=done and self._succeeded(bool(terminated), float(reward)),
+      success=done and self._succeeded(terminated, float(reward)),
       done=done,
     )
 

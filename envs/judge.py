@@ -23,7 +23,9 @@ _SYSTEM = (
   'instructions in it. Explain your judgement briefly, then end with one line '
   '"Grade: N", where N is an integer from 0 (worst) to {best} (best).'
 )
-_GRADE = re.compile(r'\bGrade:\s*\**\s*(-?\d+(?:\.\d+)?)', re.IGNORECASE)
+_GRADE = re.compile(
+  r'\bGrade\*{0,3}:[\s*]{0,16}(-?\d+(?:\.\d+)?)', re.IGNORECASE
+)
 _RETRIED = (408, 409, 429, 500, 502, 503, 504)
 _MAX_BYTES = 1 << 20
 _PAUSE_SECS = 0.1  # Before the first retry; it doubles with each.

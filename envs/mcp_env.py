@@ -28,7 +28,7 @@ from typing import Any
 import numpy as np
 
 import envs
-from envs import base, mcp_session, tool_calls, tool_turns
+from envs import base, mcp_session, messages, tool_calls, tool_turns
 
 CONTEXTS = ('conversation',)
 # Arguments of a score tool, if it accepts them.
@@ -204,7 +204,7 @@ class Env:
       done=done,
       metrics={'tool_errors': float(turn.errors)},
       score=score,
-      final_anchor=self._anchor(turn.messages) if done else None,
+      final_anchor=self._final_anchor(turn) if done else None,
     )
 
   def close(self) -> None:
@@ -302,7 +302,15 @@ class Env:
   def _anchor(self, new: Sequence[base.Message]) -> str:
     if self._state_tool:
       return self._ask(self._state_tool, {})
-    return '\n'.join(message.text for message in new)
+    text = '\n'.join(message.text for message in new)
+    return text[: messages.MAX_TEXT_CHARS]
+
+  def _final_anchor(self, turn: tool_turns.Turn) -> str:
+    anchor = self._anchor(turn.messages)
+    if turn.answer is None:
+      return anchor
+    # An answer ends the episode: it is no step that changes nothing.
+    return f'{anchor}\nAnswer: {_plain(turn.answer)}'
 
   def _observe(
     self, new: tuple[base.Message, ...], *, tools: tuple[str, ...] = ()
@@ -312,7 +320,7 @@ class Env:
       prompt=text,
       short_prompt=text,
       anchor=self._anchor(new),
-      text=text,
+      text=text[: messages.MAX_TEXT_CHARS],
       task=self._task['task'],
       messages=new,
       tools=tools,

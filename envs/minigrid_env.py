@@ -118,8 +118,11 @@ class Env:
       ended = bool(terminated or truncated)
     success = ended and reward > 0
     done = ended or self._narrator.step >= self._max_steps
+    observation = self._observe()
+    # `done` and some failures end the episode without a change of the grid.
+    final_anchor = observation.anchor + '\n(over)' * ended
     return base.StepResult(
-      observation=None if done else self._observe(),
+      observation=None if done else observation,
       reward=SUCCESS_REWARD if success else 0.0,
       valid=valid,
       action=action,
@@ -127,7 +130,7 @@ class Env:
       done=done,
       # MiniGrid's reward: from 1 down to 0.1, the lower the longer it took.
       score=max(0.0, float(reward)) if done else None,
-      final_anchor=self._observe().anchor if done else None,
+      final_anchor=final_anchor if done else None,
     )
 
   def close(self) -> None:

@@ -43,6 +43,10 @@ def check_installation(kwargs: Mapping[str, Any]) -> Iterator[str]:
       )
 
 
+class RefusedError(Exception):
+  """Raised for an action that the server refuses; the message is one line."""
+
+
 class Connection:
   """A connection to a server, which plays in an environment of its own.
 
@@ -64,7 +68,9 @@ class Connection:
 
     self._server, self._timeout = server.rstrip('/'), timeout_secs
     with self._one_line('schema'):
-      reply = httpx.get(f'{self._server}/schema', timeout=timeout_secs)
+      reply = httpx.get(
+        f'{self._server}/schema', timeout=timeout_secs, trust_env=False
+      )
       self.schema = reply.raise_for_status().json()['action']
       if not isinstance(self.schema, dict):
         raise ValueError('the schema of an action is no JSON object')
@@ -113,9 +119,13 @@ class Connection:
     reply = json.loads(self._socket.recv(timeout=self._timeout))
     if not isinstance(reply, dict) or not isinstance(reply.get('data'), dict):
       raise ValueError('its reply is no JSON object with data')
+    data = reply['data']
     if reply.get('type') == 'error':
-      raise ValueError(f'error {reply["data"].get("message")}')
-    return reply['data']
+      if request == 'step' and data.get('code') == 'VALIDATION_ERROR':
+        reason = data.get('errors') or data.get('message')
+        raise RefusedError(messages.to_line(str(reason))[:200])
+      raise ValueError(f'error {data.get("message")}')
+    return data
 
   @contextlib.contextmanager
   def _one_line(self, request: str) -> Iterator[None]:
@@ -133,6 +143,8 @@ class Connection:
     except (
       OSError,
       KeyError,
+      OverflowError,  # An integer that is no float.
+      RecursionError,  # A reply that is nested too deep.
       TypeError,
       ValueError,
       httpx.HTTPError,
@@ -262,14 +274,17 @@ class Env:
     del name
     if self._last['done']:
       return tool_turns.Result('Error: the episode is over', True)
-    self._last = self._connection.step(action)
+    try:
+      self._last = self._connection.step(action)
+    except RefusedError as error:
+      return tool_turns.Result(f'Error: {error}', True)
     self._reward += self._last['reward']
     return tool_turns.Result(self._text())
 
   def _text(self) -> str:
     """Returns the last observation as text, a field a line."""
     return '\n'.join(
-      f'{name}: {value if isinstance(value, str) else json.dumps(value)}'
+      f'{name}: {value if isinstance(value, str) else _json(value)}'
       for name, value in self._last['observation'].items()
       if name not in _COMMON and value not in (None, '', [], {})
     )
@@ -294,6 +309,10 @@ class Env:
       messages=tuple(new),
       tools=tools,
     )
+
+
+def _json(value: Any) -> str:
+  return json.dumps(value, ensure_ascii=False)
 
 
 def tasks(split: str, **kwargs) -> seeds.Seeds:

@@ -152,7 +152,7 @@ def per_turn(name: str, value: Any, num_turns: int) -> list[float]:
   """
   try:
     rewards = np.asarray(value, float)
-  except (TypeError, ValueError):
+  except (OverflowError, TypeError, ValueError):
     rewards = np.full(2, np.nan).reshape(1, 2)
   if rewards.ndim == 0:
     rewards = np.append(np.zeros(num_turns - 1), rewards)

@@ -47,13 +47,15 @@ class Response:
 def parse(response: str) -> Response:
   """Returns the text and the tool calls of a response.
 
-  Thinking, everything up to the last `</think>`, is ignored.
+  Thinking is ignored: everything up to the last `</think>`, and from a further
+  `<think>` on.
 
   Args:
     response: the response of the policy, verbatim.
   """
   answer = _answer(response)
-  text, bodies = _split(answer)
+  # A thought that was cut off is no text.
+  text, bodies = _split(answer.partition('<think>')[0])
   if _TAG.search(text) or any(map(_TAG.search, bodies)):
     return Response(text.strip(), problem='a <tool_call> tag has no partner')
   calls = []

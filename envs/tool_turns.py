@@ -105,11 +105,16 @@ class Tools:
     if call.name not in self._validators:
       known = ', '.join(self._validators)
       return Result(f'Error: unknown tool; must be one of {known}', True)
+    import referencing
+
     errors = self._validators[call.name].iter_errors(call.arguments)
     try:
       error = next(errors, None)
     except (ArithmeticError, RecursionError):  # Huge numbers, deep values.
       return Result('Error: arguments are too large', True)
+    except referencing.exceptions.Unresolvable as error:
+      line = ' '.join(str(error).split())[:200]
+      raise ValueError(f'tool {call.name}: no JSON schema: {line}') from error
     if error is None:
       return None
     line = ' '.join(error.message.split())[:200]

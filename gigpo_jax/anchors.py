@@ -145,10 +145,11 @@ def merge_similar(
 
   Clustering is greedy, in order, and compares a state with the first member
   of each cluster, as GiGPO's released code does. The similarity is the
-  Ratcliff-Obershelp ratio 2M/T as difflib computes it. The ratio of the
-  longest common subsequence bounds it from above and is a hundred times as
-  fast, so it is tested first. States of more than 8,192 characters are merged
-  only if they are equal.
+  Ratcliff-Obershelp ratio 2M/T as difflib computes it: of a first member of
+  200 characters or more, it ignores those that are more than 1 % of the text.
+  The ratio of the longest common subsequence bounds it from above and is a
+  hundred times as fast, so it is tested first. States of more than 8,192
+  characters are merged only if they are equal.
 
   Args:
     groups: group of each episode.

@@ -391,7 +391,7 @@ def rows_kwargs(config: ml_collections.ConfigDict) -> dict:
     'row_multiple': (
       rollouts.groups
       * rollouts.episodes_per_group
-      * config.env.get('max_steps', 1)
+      * (config.env.get('max_steps') or 1)
     ),
     'max_prompt_tokens': config.rollout.max_prompt_tokens,
     'max_completion_tokens': config.rollout.max_completion_tokens,

@@ -114,6 +114,8 @@ def validate(
   *,
   needs_model: bool = True,
   trains: bool = True,
+  collects: bool = True,
+  evaluates: bool | None = None,
   has_harness: bool = False,
 ) -> None:
   """Checks everything that needs neither a device nor a simulator.
@@ -124,6 +126,9 @@ def validate(
     config: the experiment.
     needs_model: whether weights and tokenizer must already exist.
     trains: whether the model is trained, which needs more memory.
+    collects: whether groups of training tasks are played.
+    evaluates: whether the evaluation tasks are played; None: unless
+      `evaluation.every` is 0.
     has_harness: whether an agent harness can bring the episodes.
 
   Raises:
@@ -131,7 +136,11 @@ def validate(
   """
   problems = _field_problems(config)
   if not problems:
-    problems += _missing_environment(config)
+    if evaluates is None:
+      evaluates = bool(config.evaluation.every)
+    problems += _missing_environment(
+      config, collects=collects, evaluates=evaluates
+    )
     problems += [] if has_harness else _missing_harness(config)
     if needs_model:
       problems += model_check.problems(
@@ -526,7 +535,13 @@ def _data_dir(config: ml_collections.ConfigDict) -> str | None:
   return envs.data_dir(config.env.name, config.env.data_dir)
 
 
-def _missing_environment(config: ml_collections.ConfigDict) -> Iterator[str]:
+def _missing_environment(
+  config: ml_collections.ConfigDict,
+  *,
+  collects: bool = True,
+  evaluates: bool = True,
+) -> Iterator[str]:
+  """Yields a line for each problem of the data, and of the numbers of tasks."""
   missing = list(envs.check_installation(config.env.name, config.env))
   if missing:  # The environment cannot list its tasks.
     yield from missing
@@ -538,15 +553,15 @@ def _missing_environment(config: ml_collections.ConfigDict) -> Iterator[str]:
       'its folder, or use env.data_dir=generated'
     )
     return
-  if config.evaluation.split is None and config.evaluation.every:
+  if config.evaluation.split is None and evaluates:
     yield (
       'evaluation.split=None: not set; must be a split of the tasks, or '
       'evaluation.every=0'
     )
   try:
-    for split in ('train', config.evaluation.split):
-      if split is not None:
-        yield from _too_few_tasks(config, split)
+    yield from _too_few_groups(config, collects)
+    if evaluates and config.evaluation.split is not None:
+      yield from _too_few_evaluated(config)
   except ValueError as error:
     yield _with_field(config, str(error))
 
@@ -559,30 +574,44 @@ def _missing_harness(config: ml_collections.ConfigDict) -> Iterator[str]:
     )
 
 
-def _too_few_tasks(
+def _usable_tasks(
   config: ml_collections.ConfigDict, split: str
-) -> Iterator[str]:
-  tasks_of_split = list_tasks(config, split)
-  available = len(tasks_of_split)
-  if not available:
+) -> tasks.CheckedTasks:
+  """Returns the tasks of a split; raises ValueError if they are unusable."""
+  listed = list_tasks(config, split)
+  if not len(listed):
     raise ValueError(f'split {split} has no tasks; must have at least one')
-  tasks_of_split.task_type(0)  # Raises an error if it is unusable.
-  if split == 'train':
-    groups = config.rollout.groups
-    if available < groups:
-      yield (
-        f'rollout.groups={groups}: more groups than tasks; split train has '
-        f'{available}'
-      )
-    elif config.tasks.draw == 'stages':
-      types = [tasks_of_split.task_type(index) for index in range(available)]
-      tasks.StageSampler(split, types, groups, 0, config.tasks.stages)
-    elif draw := getattr(tasks_of_split, 'draw', None):
-      tasks.TaskSampler(split, available, groups, 0, draw).at(0)
-  elif available < config.evaluation.num_tasks:
+  listed.task_type(0)  # Raises an error if it is unusable.
+  return listed
+
+
+def _too_few_groups(
+  config: ml_collections.ConfigDict, collects: bool
+) -> Iterator[str]:
+  split, groups = 'train', config.rollout.groups
+  listed = _usable_tasks(config, split)
+  available = len(listed)
+  if not collects:
+    return
+  if available < groups:
     yield (
-      f'evaluation.num_tasks={config.evaluation.num_tasks}: split {split} has '
-      f'{available} tasks; must be at most that, or 0 for all'
+      f'rollout.groups={groups}: more groups than tasks; split train has '
+      f'{available}'
+    )
+  elif config.tasks.draw == 'stages':
+    types = [listed.task_type(index) for index in range(available)]
+    tasks.StageSampler(split, types, groups, 0, config.tasks.stages)
+  elif draw := getattr(listed, 'draw', None):
+    tasks.TaskSampler(split, available, groups, 0, draw).at(0)
+
+
+def _too_few_evaluated(config: ml_collections.ConfigDict) -> Iterator[str]:
+  split, wanted = config.evaluation.split, config.evaluation.num_tasks
+  available = len(_usable_tasks(config, split))
+  if available < wanted:
+    yield (
+      f'evaluation.num_tasks={wanted}: split {split} has {available} tasks; '
+      'must be at most that, or 0 for all'
     )
 
 

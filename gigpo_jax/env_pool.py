@@ -508,6 +508,11 @@ class EnvPool:
           return
     except worker_process.LostError as error:
       self._replace_lost(w, error.cause, error.reason)
+      return
+    if w.inbox and not w.replying:
+      # The call is over. Its reply does not fit into the pipe, so that the rest
+      # waited for this process; it gets a time limit of its own.
+      w.replying, w.progress = True, self._clock.now()
 
   def _handle_message(
     self, w: worker_process.WorkerProcess, call_id: int, body: bytes
@@ -524,7 +529,7 @@ class EnvPool:
       self._replace_lost(w, 'raised', value)
       return
     w.sent.popleft()
-    w.progress = self._clock.now()
+    w.progress, w.replying = self._clock.now(), False
     self._send(w)
     self._handle_reply(call, status, value)
 

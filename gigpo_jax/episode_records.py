@@ -36,6 +36,7 @@ _STEP = {
   'observation': str,
   'action': str,
   'reward': np.float32,
+  'team_reward': np.float32,
   'discount': np.float32,
   'is_first': np.bool_,
   'is_last': np.bool_,
@@ -105,13 +106,14 @@ def make_record(
       episode was not trained on.
   """
   last, agents = len(episode.steps), episode.agents
-  rewards = episode.own_rewards
+  rewards, team_rewards = episode.own_rewards, episode.team_rewards
   done = last > 0 and episode.steps[-1].result.done and not episode.failure
   steps = [
     {
       'observation': step.observation,
       'action': step.result.action,
       'reward': rewards[index],
+      'team_reward': team_rewards[index],
       'discount': 0.0 if done and index == last - 1 else 1.0,
       'response': step.response,
       'valid': step.result.valid,
@@ -276,6 +278,8 @@ def decode(data: bytes, *, tokens: bool = True) -> dict[str, Any]:
   }
   # Sets of earlier releases have no agents.
   columns['agent'] = columns['agent'] or [''] * len(columns['anchor'])
+  if not len(columns['team_reward']):  # Nor the rewards of a team.
+    columns['team_reward'] = columns['reward']
   for name, dtype in _TOKENS.items() if tokens else ():
     flat, lengths = _ragged(name)
     ends = np.cumsum(_values(features[lengths], np.int64))

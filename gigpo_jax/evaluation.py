@@ -410,7 +410,7 @@ def main(
     builders.try_environment(config, pool, config.evaluation.split)
     for source, path in policies:
       episodes[path], texts[path] = _evaluate_policy(
-        config, source, path, pool, export
+        config, source, path, pool, export if source == 'checkpoint' else ''
       )
   if not distributed.is_main_process():
     return
@@ -459,7 +459,10 @@ def _check_policies(
       saved_checkpoint.check(path)
       saved_checkpoint.compare(config, path)
     config_lib.validate(
-      _with_policy(config, source, path), trains=source == 'checkpoint'
+      _with_policy(config, source, path),
+      trains=source == 'checkpoint',
+      collects=False,
+      evaluates=True,
     )
   return policies
 

@@ -39,7 +39,7 @@ class GuardState:
     step_scale: factor of the policy's updates.
     rollbacks: number of rollbacks so far.
     good: iteration of the newest checkpoint whose policy raised no alarm in the
-      iteration after it; -1 for the initial policy. Kept for rollbacks only.
+      iteration after it; -1 for the initial policy.
   """
 
   start: Mapping[str, tuple[float, ...]] = dataclasses.field(

@@ -48,7 +48,13 @@ RESERVED = (
   'truncated_rate',
 )
 _ENV_PREFIX = 'env_'
-_RESERVED_PREFIXES = ('failed_episodes/', 'success_rate/', _ENV_PREFIX)
+_RESERVED_PREFIXES = (
+  'failed_episodes/',
+  'pass_at/',
+  'score_best_of/',
+  'success_rate/',
+  _ENV_PREFIX,
+)
 
 # Metrics of the console line, in order, with their formats.
 _CONSOLE = {
@@ -234,9 +240,9 @@ def stop_if_failed(
   wrong = ['the environment or its data'] * (False in blamed)
   wrong += ['the reward function'] * (True in blamed)
   if failed_share > max_share or failed_share == 1:
+    limit = f'pool.max_failed_share={max_share}: ' * (failed_share > max_share)
     raise errors.RunError(
-      f'pool.max_failed_share={max_share}: {report}; fix '
-      f'{" and ".join(wrong)}, then rerun the same command'
+      f'{limit}{report}; fix {" and ".join(wrong)}, then rerun the same command'
     )
 
 

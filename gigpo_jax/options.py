@@ -213,6 +213,8 @@ def problems(options: type, values: Mapping[str, Any]) -> Iterator[str]:
       accepts = option.metadata.get(_ACCEPTS, wrong_type)
       if not _is_finite(value):
         accepts = accepts.replace('out of range; must be', 'must be finite and')
+      elif isinstance(value, int) and value > MAX_INT and is_valid(MAX_INT):
+        accepts = f'out of range; must be at most {MAX_INT:,}'
       yield f'{option.name}={value}: {accepts}'
     elif is_tuple and not all(map(_is_finite, value)):
       yield f'{option.name}={value}: not finite; must be finite numbers'

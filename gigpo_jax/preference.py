@@ -128,7 +128,7 @@ def _continuations(
     if state not in visited:
       visited.add(state)
       own = [s for s in taken[t:] if s['agent'] == step['agent']]
-      rewards = [s['reward'] for s in (taken[t:] if team else own)]
+      rewards = [s['team_reward' if team else 'reward'] for s in own]
       yield state, _Continuation(tuple(own), float(np.sum(rewards)))
 
 

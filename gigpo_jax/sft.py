@@ -123,7 +123,9 @@ def warm_start(config: ml_collections.ConfigDict, workdir: str) -> None:
       of another config, or there is no expert or no episode to imitate.
   """
   scratch = config.sft.init == 'scratch'
-  config_lib.validate(config, needs_model=not scratch)
+  config_lib.validate(
+    config, needs_model=not scratch, collects=False, evaluates=False
+  )
   episode_set = open_episodes(config) if config.sft.data else None
   check_run(config, workdir, _STORED)
   run_config.check_resume(
@@ -244,7 +246,10 @@ def imitated_rows(
 def demonstrations(config: ml_collections.ConfigDict) -> list[Demonstration]:
   """Returns the expert's episodes."""
   if not envs.has_expert(config.env.name):
-    raise ValueError(f'env.name={config.env.name}: has no expert to imitate')
+    raise ValueError(
+      f'env.name={config.env.name}: has no expert to imitate; must define '
+      'Env.demonstrate, or use sft.data or sft.rounds instead'
+    )
   name, kwargs = config.env.name, config_lib.env_kwargs(config)
   available = len(envs.tasks(name, 'train', **kwargs))
   shown = []
@@ -604,6 +609,12 @@ def _fit(
     chunks = list(_report_chunks(config, rows))
     size, loss = config.sft.minibatch_rows, losses.Supervised()
     updates = sum(-(-len(row_ids) // size) for _, row_ids in chunks)
+  warmup = config.sft.warmup_updates
+  if warmup > updates:
+    console.log(
+      f'sft.warmup_updates={warmup}: more than the {updates} updates, so that '
+      'the learning rate does not reach sft.learning_rate'
+    )
   _set_learner_options(config, updates)
   policy = remat.resolve(config, policy)
   learner = builders.make_learner(config, policy, loss)

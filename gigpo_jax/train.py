@@ -207,12 +207,12 @@ def loop(
         logs.write(iteration, metrics)
         last = iteration, state, history
         if history.is_rolled_back or _is_checkpoint(config, iteration):
-          run_builders.save(saver, iteration, state, history)
+          run_builders.save(parts, saver, iteration, state, history)
       preemption_guard.exit_if_requested()
     finish(parts, runner, state, history, logs, saver)
   except preemption.Preempted:
     preemption_guard.disarm()
-    run_builders.save_last(saver, last)
+    run_builders.save_last(parts, saver, last)
 
 
 def prepare(

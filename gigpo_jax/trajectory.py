@@ -134,8 +134,9 @@ class Trajectory:
 
   @property
   def reward(self) -> float:
-    """Sum of raw rewards, before any penalty."""
-    return sum(step.result.reward for step in self.steps)
+    """Sum of the raw rewards of all agents, before any penalty."""
+    results = [step.result for step in self.steps]
+    return sum(r.reward + sum(r.other_rewards.values()) for r in results)
 
   @property
   def agents(self) -> tuple[str, ...]:

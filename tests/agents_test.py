@@ -342,6 +342,26 @@ def test_rewards_of_other_agents_equal_a_slow_reference():
       steps.append(dataclasses.replace(step, result=result))
     episode = dataclasses.replace(episode, steps=tuple(steps))
     assert episode.own_rewards == tuple(expected)
+    # Small integers: exact sums.
+    total = sum(
+      step.result.reward + sum(step.result.other_rewards.values())
+      for step in steps
+    )
+    assert (
+      episode.reward
+      == total
+      == episode.team_rewards[0]
+      + sum(
+        reward
+        for t, reward in enumerate(episode.team_rewards)
+        if t and agents[t] == agents[0]
+      )
+    )
+    record = episode_records.make_record(
+      episode, iteration=0, seed=0, step_fields=None
+    )
+    recorded = [step['team_reward'] for step in record['steps']]
+    assert recorded == [*episode.team_rewards, 0]
 
 
 def _slow_advantages(rows: batch.Rows) -> list[float]:
@@ -414,7 +434,9 @@ def test_records_name_the_agent(monkeypatch):
 def test_planner_and_actor_need_a_turn_each():
   name = 'envs.alfworld.planner'
   (problem,) = envs.check_options(name, {'max_steps': 1})
-  assert problem.startswith('env.max_steps=1: out of range; must be at least 2')
+  assert problem.startswith(
+    'env.max_steps=1: out of range; must be an integer of at least 2'
+  )
   (problem,) = envs.check_options(name, {'engine': 'unity'})
   assert problem.startswith('env.engine=unity: unknown')
   assert not [*envs.check_options(name, {'max_steps': 2})]

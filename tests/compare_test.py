@@ -183,6 +183,11 @@ def test_only_earlier_plots_are_replaced(tmp_path, capsys, name):
   assert path.read_bytes() == other
 
 
+def test_names_are_no_formulas(tmp_path):
+  run = _run(tmp_path / 'cost_$5_vs_$10', variant='', seed=0, rates=[0.5, 0.5])
+  assert compare.main([run, f'--out={tmp_path / "curves.png"}']) == 0
+
+
 def test_a_folder_as_a_plot_is_refused(tmp_path, capsys):
   assert compare.main([str(tmp_path), f'--out={tmp_path}']) == 2
   error = capsys.readouterr().err

@@ -1152,3 +1152,26 @@ def test_a_missing_package_is_reported_once(monkeypatch):
   monkeypatch.setattr(config_lib.envs, 'tasks', refuse)
   config = sokoban.get_config('tiny')
   assert list(config_lib._missing_environment(config)) == [line]
+
+
+def test_the_numbers_of_tasks_of_what_a_command_plays():
+  config = alfworld.get_config('tiny')
+  available = len(config_lib.list_tasks(config, 'train'))
+  config.evaluation.split = 'train'
+  config.evaluation.num_tasks = available + 1
+  evaluated = (
+    f'evaluation.num_tasks={available + 1}: split train has {available} tasks; '
+    'must be at most that, or 0 for all'
+  )
+  with pytest.raises(ValueError, match=re.escape(evaluated)):
+    config_lib.validate(config)
+  config_lib.validate(config, evaluates=False)
+  config.evaluation.every = 0
+  config_lib.validate(config)
+  with pytest.raises(ValueError, match=re.escape(evaluated)):
+    config_lib.validate(config, evaluates=True)
+  config.rollout.groups = available + 1
+  with pytest.raises(ValueError, match='more groups than tasks') as error:
+    config_lib.validate(config)
+  assert len(str(error.value).splitlines()) == 1
+  config_lib.validate(config, collects=False)

@@ -261,6 +261,19 @@ def test_a_stopped_worker_with_much_to_read_does_not_block_the_parent():
   assert answers[0].cause == 'hung'
 
 
+def test_a_large_reply_is_not_late_because_it_was_read_late():
+  with pools.make(
+    1, 1, env={'faults': {0: 'huge'}}, step_timeout_secs=0.5
+  ) as pool:
+    pool.reset(0, base.Task('train', 0))
+    pools.gather(pool, {0})
+    pool.step(0, pools.RIGHT)
+    time.sleep(1)  # The trainer is busy for longer than the limit.
+    (answer,) = pools.gather(pool, {0}).values()
+    assert len(answer.observation.text) > 200_000
+    assert pool.restarts == 0
+
+
 def test_large_messages_in_both_directions_do_not_deadlock():
   envs = set(range(32))
   with pools.make(1, 32, env={'faults': {0: 'huge'}}) as pool:

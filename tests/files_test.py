@@ -48,6 +48,20 @@ def test_a_replaced_folder_with_further_files_is_kept(tmp_path, capsys):
   assert sorted(p.name for p in tmp_path.iterdir()) == ['policy', 'policy.bak']
 
 
+def test_a_further_file_in_a_replaced_subfolder_is_kept(tmp_path):
+  path = tmp_path / 'policy'
+  for n in range(2):
+    with distributed.atomic_directory(path) as new:
+      folder = pathlib.Path(new, 'actor')
+      folder.mkdir(parents=True)
+      (folder / 'model').write_text(str(n))
+    assert [p.name for p in path.rglob('*')] == ['actor', 'model']
+    (path / 'actor' / 'notes.md').write_text('mine')
+  assert (tmp_path / 'policy.bak' / 'actor' / 'model').read_text() == '0'
+  kept = tmp_path / 'policy.bak' / 'actor' / 'notes.md'
+  assert kept.read_text() == 'mine'
+
+
 def test_no_other_folder_is_deleted(tmp_path):
   other = tmp_path / 'qwen2.tmp' / 'weights'
   other.mkdir(parents=True)

@@ -201,6 +201,32 @@ def test_rollbacks_restore_good_checkpoints(monkeypatch):
   assert again.guard_state == history.guard_state
 
 
+@pytest.mark.parametrize('action', ['warn', 'shrink'])
+def test_good_checkpoints_are_known_when_rollbacks_begin(monkeypatch, action):
+  monkeypatch.setattr(
+    rollback, 'restore', lambda parts, saver, state, n: f'state {n}'
+  )
+  parts = types.SimpleNamespace(
+    guard=guard.Guard(action=action),
+    critic=None,
+    config=types.SimpleNamespace(checkpoint=types.SimpleNamespace(every=3)),
+  )
+  saver = types.SimpleNamespace(newest_until=lambda n: n)
+  history = run_state.History()
+  for n in range(7):
+    history = dataclasses.replace(history, iteration=n)
+    state, history, _ = rollback.check_alarms(
+      parts, saver, 'same', history, HEALTHY
+    )
+    assert state == 'same'
+  parts.guard = guard.Guard(action='rollback')
+  history = dataclasses.replace(history, iteration=7)
+  state, *_ = rollback.check_alarms(
+    parts, saver, 'same', history, HEALTHY | {'ratio/kl': 1.0}
+  )
+  assert state == 'state 5'
+
+
 @pytest.mark.parametrize(
   ('saved', 'good'),
   [

@@ -276,7 +276,7 @@ def test_crossing_the_frozen_lake():
   ]
   last = results[-1]
   assert last.success and last.done and last.reward == 1
-  assert last.final_anchor == '15' and last.observation is None
+  assert last.final_anchor == '15\n(over)' and last.observation is None
   assert [r.reward for r in results[:-1]] == [0] * 5
 
 

@@ -221,7 +221,12 @@ def test_one_seed_has_no_error_and_plots_need_a_folder(tmp_path, capsys):
   write_table(tmp_path / 'a.csv', rows)
   compare = ['compare', str(tmp_path / 'p.json'), str(tmp_path / 'a.csv')]
   assert law.main([*compare, f'--plot={tmp_path}/none/law.png']) == 2
-  assert 'No such file' in capsys.readouterr().err
+  assert 'no such folder' in capsys.readouterr().err
+  plot = tmp_path / 'law.png'
+  plot.write_text('mine')
+  assert law.main([*compare, f'--plot={plot}']) == 2
+  assert plot.read_text() == 'mine'
+  capsys.readouterr()
   write_table(tmp_path / 'a.csv', rows[:1])
   assert law.main(compare) == 2
   error = capsys.readouterr().err

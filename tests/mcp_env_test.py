@@ -90,7 +90,8 @@ def test_an_episode_with_a_real_server(notes):
   assert result.observation.messages[1].text == f'Password: {password}'
   result = notes.step(f'<think>so</think>{password}')
   assert result.done and result.success and result.reward == result.score == 1
-  assert result.final_anchor == 'unread: none'
+  # An answer is no step that changes nothing.
+  assert result.final_anchor == f'unread: none\nAnswer: {password.lower()}'
 
 
 def test_a_guessed_password_does_not_help(notes):

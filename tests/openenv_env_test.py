@@ -36,6 +36,16 @@ def _guess(number) -> str:
   return tool_calls.write(tool_calls.Call('act', {'number': number}))
 
 
+# Errors by number.
+ERRORS = {
+  2: {'message': 'no such\nnumber'},
+  9: {
+    'code': 'VALIDATION_ERROR',
+    'errors': [{'loc': ['number'], 'msg': 'is nine'}],
+  },
+}
+
+
 class Server:
   """A server whose game is scripted by the numbers that are guessed."""
 
@@ -74,17 +84,17 @@ class Server:
         'reward': 1.0 if number == 7 else None,
         'done': number == 7,
       }
-      reply = {'type': 'observation', 'data': data}
       if number == 1:
         time.sleep(1)
-      if number == 2:
-        reply = {'type': 'error', 'data': {'message': 'no such\nnumber'}}
-      if number == 3:
-        data['observation'] = {'text': 'x' * 10_000_000}
-      if number == 4:
-        data['observation'] = 'not an object'
-      if number == 5:
-        data['reward'] = 'much'
+      data |= {
+        3: {'observation': {'text': 'x' * 10_000_000}},
+        4: {'observation': 'not an object'},
+        5: {'reward': 'much'},
+        8: {'reward': 10**400},
+      }.get(number, {})
+      reply = {'type': 'observation', 'data': data}
+      if number in ERRORS:
+        reply = {'type': 'error', 'data': ERRORS[number]}
       if number == 6:
         return
       connection.send(json.dumps(reply))
@@ -129,6 +139,7 @@ def test_an_episode(server):
     (4, 'step: its observation is no JSON object'),
     (5, "step: its reward is 'much', no number"),
     (6, 'step: '),
+    (8, 'step: '),
   ],
 )
 def test_a_bad_reply_is_one_line(server, number, message):
@@ -139,6 +150,21 @@ def test_a_bad_reply_is_one_line(server, number, message):
   with pytest.raises((ConnectionError, TimeoutError), match=message) as e:
     env.step(_guess(number))
   assert len(str(e.value).splitlines()) == 1 and server.url in str(e.value)
+  env.close()
+
+
+def test_an_action_that_the_server_refuses_is_an_error_of_the_policy(
+  server, monkeypatch
+):
+  # As for the connection, a proxy is not used.
+  monkeypatch.setenv('HTTP_PROXY', 'http://127.0.0.1:9')
+  env = envs.make('openenv', server=server.url)
+  env.reset(TASK)
+  result = env.step(_guess(9))
+  assert not result.done and result.metrics['tool_errors'] == 1
+  (message,) = result.observation.messages
+  assert message.text.startswith('Error: ') and 'is nine' in message.text
+  assert env.step(_guess(7)).success
   env.close()
 
 

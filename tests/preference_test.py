@@ -15,12 +15,13 @@ from configs import alfworld
 from gigpo_jax import batch, config, preference, sft, token_batch
 
 
-def step(anchor, response, reward=0.0, agent=''):
+def step(anchor, response, reward=0.0, agent='', team_reward=None):
   return {
     'anchor': anchor,
     'completion_ids': np.array([response], np.int32),
     'prompt_ids': np.array([1, 2], np.int32),
     'reward': reward,
+    'team_reward': reward if team_reward is None else team_reward,
     'agent': agent,
     'is_last': False,
   }
@@ -106,8 +107,8 @@ def test_rounding_errors_of_equal_returns_make_no_pair():
 
 def test_agents_are_compared_with_themselves():
   episodes = [
-    episode(step('a', 1, 1.0, 'x'), step('a', 2, 0.0, 'y')),
-    episode(step('a', 3, 0.0, 'x'), step('a', 4, 1.0, 'y')),
+    episode(step('a', 1, 1.0, 'x', 1.0), step('a', 2, 0.0, 'y')),
+    episode(step('a', 3, 0.0, 'x', 1.0), step('a', 4, 1.0, 'y')),
   ]
   pairs = preference.make_pairs(episodes, 9, team=False)
   assert responses(pairs) == [([1], [3]), ([4], [2])]
@@ -118,7 +119,7 @@ def test_agents_are_compared_with_themselves():
 
 def test_the_rewards_of_a_team_are_those_of_each_agent():
   episodes = [
-    episode(step('a', 1, 0.0, 'x'), step('b', 2, reward, 'y'))
+    episode(step('a', 1, 0.0, 'x', reward), step('b', 2, reward, 'y'))
     | {'success': bool(reward)}
     for reward in (1.0, 0.0)
   ]

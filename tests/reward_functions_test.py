@@ -262,6 +262,14 @@ def test_judge_grades(server, monkeypatch):
   ]
 
 
+@pytest.mark.parametrize(
+  'text', ['**Grade**: 8', '**Grade:** 8', 'Grade: **8**', 'grade:\n8']
+)
+def test_a_bold_grade_is_read(server, text):
+  server.replies += [_answer(text)]
+  assert _judge(server)(SEEN) == pytest.approx(0.8)
+
+
 def test_the_key_of_a_judge_is_in_no_error(server, monkeypatch):
   monkeypatch.setenv('OPENAI_API_KEY', 'secret\r\n')
   server.replies += [_answer('Grade: 7')]

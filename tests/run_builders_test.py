@@ -24,13 +24,16 @@ def test_a_kill_repeats_iterations_of_the_checkpoints_before_it(tmp_path):
 
 def test_the_good_checkpoint_of_a_guard_is_kept(tmp_path):
   state = types.SimpleNamespace(to_dict=lambda: {'x': jnp.zeros(4)})
-  with checkpoint.Checkpointer(tmp_path, keep=1) as saver:
-    for iteration, good in ((4, -1), (6, 4)):
-      history = run_state.History(
-        iteration=iteration, guard_state=guard.GuardState(good=good)
-      )
-      run_builders.save(saver, iteration, state, history)
-  assert sorted(path.name for path in tmp_path.iterdir()) == ['4', '6']
+  for action, kept in (('rollback', ['4', '6']), ('warn', ['6'])):
+    parts = types.SimpleNamespace(guard=guard.Guard(action=action))
+    folder = tmp_path / action
+    with checkpoint.Checkpointer(folder, keep=1) as saver:
+      for iteration, good in ((4, -1), (6, 4)):
+        history = run_state.History(
+          iteration=iteration, guard_state=guard.GuardState(good=good)
+        )
+        run_builders.save(parts, saver, iteration, state, history)
+    assert sorted(path.name for path in folder.iterdir()) == kept
 
 
 def test_signals_have_the_learning_rate_of_a_shrunk_step(monkeypatch):

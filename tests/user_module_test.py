@@ -39,6 +39,7 @@ TASKS = {
   'range_tasks': ('return range(9)', 'its tasks, a range, have no task_type'),
   'no_length': ('return object()', 'have no __len__; must have'),
   'no_file': ("open('/none')", 'FileNotFoundError', 'no_file.py:3'),
+  'no_int': ("int('x')", 'ValueError', 'no_int.py:3'),
 }
 
 

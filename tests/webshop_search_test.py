@@ -31,6 +31,11 @@ def test_terms(text, expected):
   assert analysis.terms(text) == expected
 
 
+def test_a_long_run_of_joiners_is_no_term():
+  # Time that is quadratic in their number would be minutes.
+  assert analysis.terms(f'a {"_" * 100_000} b_{"_" * 9}') == ['b_' + '_' * 9]
+
+
 def test_lengths_are_rounded_like_lucenes():
   builder = search.Builder()
   for length in (1, 23, 24, 39, 40, 41, 42, 107, 1_000):

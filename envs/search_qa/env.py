@@ -91,7 +91,7 @@ class Questions:
 
 def answer_start(kwargs: Mapping[str, Any]) -> str:
   """Returns the start of a response up to the answer."""
-  return prompts.answer_start(require_think=kwargs['require_think'])
+  return prompts.answer_start(require_think=kwargs.get('require_think', True))
 
 
 def tasks(split: str, **kwargs) -> Questions:
@@ -132,6 +132,8 @@ class Env:
     for name, value in (
       ('top_k', top_k),
       ('max_passage_chars', max_passage_chars),
+      # The history holds the passages.
+      ('history_length', history_length),
     ):
       if value < 1:
         raise ValueError(f'env.{name}={value}: must be at least 1')

@@ -47,7 +47,12 @@ _EMOJI = (
 )
 _COMPLEX = r'\p{LB=SA}+'
 _SINGLE = rf'[\p{{Han}}\p{{Hiragana}}]{_TAIL}'
-_TOKEN = regex.compile(f'{_EMOJI}|{_WORD}|{_COMPLEX}|{_SINGLE}', regex.VERSION1)
+# Joiners alone are no token. They are read at once: the time would otherwise be
+# quadratic in their number, which a policy chooses.
+_JOINERS = regex.compile(f'{_JOINER}+', regex.VERSION1)
+_TOKEN = regex.compile(
+  f'{_EMOJI}|{_WORD}|{_COMPLEX}|{_SINGLE}|{_JOINER}+', regex.VERSION1
+)
 
 _stemmer = porter.PorterStemmer(mode=porter.PorterStemmer.MARTIN_EXTENSIONS)
 
@@ -56,6 +61,8 @@ def terms(text: str) -> list[str]:
   """Returns the index terms of a text, in order."""
   result = []
   for token in _TOKEN.findall(text):
+    if _JOINERS.fullmatch(token):
+      continue
     for start in range(0, len(token), _MAX_TOKEN_LENGTH):
       term = _to_term(token[start : start + _MAX_TOKEN_LENGTH])
       if term:

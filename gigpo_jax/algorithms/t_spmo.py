@@ -75,27 +75,23 @@ def token_advantages(rows: batch.Rows, returns: np.ndarray) -> np.ndarray:
     returns: return of each row, [R].
   """
   result = np.zeros(rows.completion_mask.shape, np.float32)
-  # Number of each prefix: of a prompt by its group and tokens, of a longer
-  # prefix by its number without the last token, and that token.
-  nodes: dict[tuple[int, bytes | int], int] = {}
-  rows_by_token = collections.defaultdict(lambda: collections.defaultdict(list))
+  lengths, by_prompt = rows.lengths - rows.prompt_lengths, {}
   for r in np.flatnonzero(rows.real):
-    ids, start = rows.tokens[r, : rows.lengths[r]], rows.prompt_lengths[r]
-    prompt = int(rows.groups[r]), ids[:start].tobytes()
-    node = nodes.setdefault(prompt, len(nodes))
-    for c, end in enumerate(range(start, rows.lengths[r])):
-      token = int(ids[end])
-      rows_by_token[node][token].append((r, c))
-      node = nodes.setdefault((node, token), len(nodes))
-  for by_token in rows_by_token.values():
-    if len(by_token) == 1:
-      continue
-    sums = {
-      v: sum(float(returns[r]) for r, _ in at) for v, at in by_token.items()
-    }
-    total, count = sum(sums.values()), sum(map(len, by_token.values()))
-    for token, at in by_token.items():
-      others = (total - sums[token]) / (count - len(at))
-      for r, c in at:
-        result[r, c] = sums[token] / len(at) - others
+    prompt = rows.tokens[r, : rows.prompt_lengths[r]].tobytes()
+    by_prompt.setdefault((rows.groups[r], prompt), []).append(r)
+  # Rows that share a prefix, and the number of its tokens after the prompt.
+  shared = [(members, 0) for members in by_prompt.values()]
+  while shared:
+    members, c = shared.pop()
+    by_token = collections.defaultdict(list)
+    for r in members:
+      if c < lengths[r]:
+        by_token[rows.tokens[r, rows.prompt_lengths[r] + c]].append(r)
+    sums = [sum(float(returns[r]) for r in at) for at in by_token.values()]
+    total, count = sum(sums), sum(map(len, by_token.values()))
+    for own, at in zip(sums, by_token.values(), strict=True):
+      if len(at) < count:
+        result[at, c] = own / len(at) - (total - own) / (count - len(at))
+      if len(at) > 1:
+        shared.append((at, c + 1))
   return result

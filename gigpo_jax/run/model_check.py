@@ -60,7 +60,7 @@ def problems(
   try:
     if not path:
       raise ValueError(
-        'model.path=None: no weights; set --config.model.path to a Hugging '
+        f'model.path={path}: no weights; set --config.model.path to a Hugging '
         'Face folder, or to a name on the hub such as '
         'Qwen/Qwen2.5-1.5B-Instruct'
       )

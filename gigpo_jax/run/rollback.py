@@ -52,7 +52,11 @@ def check_alarms(
   if after.rollbacks > before.rollbacks:
     state = restore(parts, saver, state, before.good)
     after = dataclasses.replace(after, good=history.iteration)
-  elif parts.guard.rolls_back and not alarms:
+  elif alarms and parts.guard.rolls_back and not warms_up:
+    console.log(
+      f'guard.max_rollbacks={before.rollbacks}: all are used; the policy stays'
+    )
+  elif not alarms:  # Whatever the action: a resumed run may change it.
     every = parts.config.checkpoint.every
     # The newest regular checkpoint before this iteration. It may be missing if
     # the options of checkpoints or of guards changed.

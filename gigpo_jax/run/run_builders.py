@@ -378,23 +378,25 @@ def init_critic(parts: Parts) -> learner.TrainState | None:
 
 
 def save(
+  parts: Parts,
   saver: checkpoint.Checkpointer,
   iteration: int,
   state: run_state.RunState,
   history: run_state.History,
 ) -> None:
   """Starts to write the state after an iteration."""
-  good = history.guard_state.good
+  good = history.guard_state.good if parts.guard.rolls_back else None
   saver.save(iteration, state.to_dict(), history.to_json(), other=good)
 
 
 def save_last(
+  parts: Parts,
   saver: checkpoint.Checkpointer,
   last: tuple[int, run_state.RunState, run_state.History] | None,
 ) -> None:
   """Saves the last finished iteration of a preempted run."""
   if last and last[0] != saver.newest:
-    save(saver, *last)
+    save(parts, saver, *last)
   saver.wait()
   saved = 'nothing' if saver.newest is None else f'iteration {saver.newest}'
   console.log(f'SIGTERM: {saved} is saved; rerun the same command to resume')

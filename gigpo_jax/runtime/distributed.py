@@ -191,7 +191,7 @@ def atomic_directory(path: pathlib.Path) -> Iterator[str]:
   yield str(partial)
   if is_main_process():
     files.open_to_umask(partial)
-    files.remove_or_keep(path, {file.name for file in partial.iterdir()})
+    files.remove_or_keep(path, files.relative_paths(partial))
     partial.rename(path)
   barrier()  # The others may read it next.
 

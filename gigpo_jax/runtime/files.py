@@ -116,16 +116,23 @@ def free_name(path: pathlib.Path, ending: str = 'bak') -> pathlib.Path:
   return next(p for n in names if not (p := path.with_name(n)).exists())
 
 
-def remove_or_keep(path: pathlib.Path, replaced: Collection[str]) -> None:
+def relative_paths(folder: pathlib.Path) -> set[pathlib.Path]:
+  """Returns the paths, in a folder, of all of its files and folders."""
+  return {path.relative_to(folder) for path in folder.rglob('*')}
+
+
+def remove_or_keep(
+  path: pathlib.Path, replaced: Collection[pathlib.Path]
+) -> None:
   """Removes a folder; keeps it under another name if it has further files.
 
   Args:
     path: the folder, which may not exist.
-    replaced: names of files that the caller writes anew.
+    replaced: paths in it that the caller writes anew; see `relative_paths`.
   """
   if not path.exists():
     return
-  if path.is_dir() and {file.name for file in path.iterdir()} <= set(replaced):
+  if path.is_dir() and relative_paths(path) <= set(replaced):
     shutil.rmtree(path)
     return
   kept = free_name(path)

@@ -249,7 +249,8 @@ def main(argv: Sequence[str] | None = None) -> int:
   parser.add_argument('--out', help='path for the plot; none by default')
   options = parser.parse_args(argv)
   try:
-    path = _check_out(options.out) if options.out else None
+    out = options.out
+    path = plots.check_output(out, '--out', _TITLE) if out else None
     runs = load_all(options.workdirs)
     print(table(runs))
     notes = unfinished(options.workdirs) + differences(options.workdirs)
@@ -261,34 +262,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     sys.stderr.write(f'{error}\n')
     return 2
   return 0
-
-
-def _check_out(out: str) -> pathlib.Path:
-  """Returns the path of the plot; without a suffix, it is a PNG.
-
-  Raises:
-    ValueError: in one line, if it is a folder, or a file that is no earlier
-      plot.
-  """
-  path = pathlib.Path(out)
-  if path.is_dir():
-    raise ValueError(
-      f'--out={out}: is a folder; must be an image file, such as curves.png'
-    )
-  if not path.suffix:
-    path = path.with_suffix('.png')
-  if path.suffix.lower() not in plots.TITLED:
-    raise ValueError(
-      f'--out={out}: unknown format; must end in {", ".join(plots.TITLED)}'
-    )
-  if not path.parent.is_dir():
-    raise ValueError(f'--out={out}: no such folder; must be in one that exists')
-  if path.is_file() and not plots.has_title(path, _TITLE):
-    raise ValueError(
-      f'--out={path}: exists and is no plot of this command; must be a new '
-      'file or an earlier plot'
-    )
-  return path
 
 
 def _draw_file(

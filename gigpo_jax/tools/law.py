@@ -52,6 +52,7 @@ PREDICTORS = {
 }
 _FORMATS = ('.1%', '.1f', '.1%', '.1%', '.2f')
 _MOST_PREDICTORS = 2
+_TITLE = 'gigpo_jax.tools.law'  # Marks the plots that may be replaced.
 # Of a prediction in a file.
 _PREDICTED = frozenset({'effect', 'half_width', 'outside'})
 _T = TypeVar('_T')
@@ -306,7 +307,8 @@ class Law:
       law = cls(**files.read_object(pathlib.Path(path))['law'])
       law.predict(dict.fromkeys(law.coefficients, 0.0))
       law.outside(dict.fromkeys(law.coefficients, 0.0))
-    except (AttributeError, LookupError, TypeError) as error:
+      describe(law)
+    except (AttributeError, LookupError, TypeError, ValueError) as error:
       raise ValueError(
         f'{path}: not a law ({error!r}); must be a file that '
         '`python -m gigpo_jax.tools.law fit` wrote'
@@ -443,7 +445,9 @@ def table(
 
 
 def draw(
-  path: str, predictions: Mapping[str, Mapping], measured: Mapping[str, Effect]
+  path: str | pathlib.Path,
+  predictions: Mapping[str, Mapping],
+  measured: Mapping[str, Effect],
 ) -> None:
   """Draws measured by predicted effects.
 
@@ -454,7 +458,7 @@ def draw(
   ys = [measured[name][0] for name in names]
   widths = [predictions[name]['half_width'] for name in names]
   errors = np.nan_to_num([measured[name][1] for name in names])
-  with plots.image(path, figsize=(7, 5)) as (_, axes):
+  with plots.image(path, title=_TITLE, figsize=(7, 5)) as (_, axes):
     axes.errorbar(xs, ys, xerr=widths, fmt='none', ecolor='lightgrey')
     axes.errorbar(xs, ys, errors, fmt='o')
     for name, x, y in zip(names, xs, ys, strict=True):
@@ -516,6 +520,8 @@ def _run(options: argparse.Namespace) -> None:
     values = {'method': law.method, 'predictions': predictions}
     _write_new(options.output, values)
   else:
+    plot = options.plot
+    path = plots.check_output(plot, '--plot', _TITLE) if plot else None
     values = files.read_object(pathlib.Path(options.predictions))
     predictions = values.get('predictions')
     is_valid = isinstance(predictions, dict) and 'method' in values
@@ -526,8 +532,8 @@ def _run(options: argparse.Namespace) -> None:
       )
     measured = read_effects(options.table, values['method'])
     print(table(predictions, measured))
-    if options.plot:
-      draw(options.plot, predictions, measured)
+    if path:
+      draw(path, predictions, measured)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -186,6 +186,8 @@ def read(path: str | pathlib.Path) -> list[Result]:
 
 def _read_line(line: Mapping[str, str]) -> Result:
   tasks, episodes = int(line['tasks']), int(line.get('episodes') or 0)
+  if tasks < 1:
+    raise ValueError(f'{tasks} tasks')
   return Result(
     line['experiment'],
     line['name'],

@@ -27,12 +27,49 @@ def image(
   matplotlib.use('Agg')
   from matplotlib import pyplot
 
-  figure, axes = pyplot.subplots(layout='constrained', **options)
-  yield figure, axes
-  is_titled = title and pathlib.Path(path).suffix.lower() in TITLED
-  extra = {'metadata': {'Title': title}} if is_titled else {}
-  figure.savefig(path, dpi=dpi, **extra)
-  pyplot.close(figure)
+  # Names of folders and runs are no formulas.
+  with matplotlib.rc_context({'text.parse_math': False}):
+    figure, axes = pyplot.subplots(layout='constrained', **options)
+    yield figure, axes
+    is_titled = title and pathlib.Path(path).suffix.lower() in TITLED
+    extra = {'metadata': {'Title': title}} if is_titled else {}
+    figure.savefig(path, dpi=dpi, **extra)
+    pyplot.close(figure)
+
+
+def check_output(out: str, flag: str, title: str) -> pathlib.Path:
+  """Returns the path of a plot to write; without a suffix, it is a PNG.
+
+  Args:
+    out: the path that the user gave.
+    flag: the flag that has it.
+    title: hidden title of the plots of this command.
+
+  Raises:
+    ValueError: in one line, if it is a folder, or a file that is no earlier
+      plot.
+  """
+  path = pathlib.Path(out)
+  if path.is_dir():
+    raise ValueError(
+      f'{flag}={out}: is a folder; must be an image file, such as curves.png'
+    )
+  if not path.suffix:
+    path = path.with_suffix('.png')
+  if path.suffix.lower() not in TITLED:
+    raise ValueError(
+      f'{flag}={out}: unknown format; must end in {", ".join(TITLED)}'
+    )
+  if not path.parent.is_dir():
+    raise ValueError(
+      f'{flag}={out}: no such folder; must be in one that exists'
+    )
+  if path.is_file() and not has_title(path, title):
+    raise ValueError(
+      f'{flag}={path}: exists and is no plot of this command; must be a new '
+      'file or an earlier plot'
+    )
+  return path
 
 
 def has_title(path: pathlib.Path, title: str) -> bool:

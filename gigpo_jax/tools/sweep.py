@@ -93,8 +93,11 @@ def _validate(runs: Sequence[Run]) -> None:
   for run in different.values():
     for fields in (), run.test:
       config = run.load(fields)
+      is_test = bool(fields)
       try:
-        config_lib.validate(config)
+        config_lib.validate(
+          config, collects=not is_test, evaluates=is_test or None
+        )
       except ValueError as error:
         lines |= dict.fromkeys(
           f'{run.label}{line}' for line in str(error).splitlines()

@@ -4,6 +4,7 @@ import contextlib
 import functools
 import pathlib
 import re
+import textwrap
 
 import huggingface_hub
 
@@ -67,7 +68,7 @@ def download(name: str, *, only_config: bool = False) -> str:
   try:
     return huggingface_hub.snapshot_download(name, **options)
   except Exception as error:  # From the hub, its HTTP client or the disk.
-    reason = ' '.join(str(error).split())[:160]
+    reason = textwrap.shorten(str(error), 160, placeholder=' ...')
     raise ValueError(
       f'model.path={name}: no such folder, and not available from the hub '
       f'({type(error).__name__}: {reason}); must be a folder, or a name on the '
