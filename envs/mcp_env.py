@@ -310,7 +310,8 @@ class Env:
     if turn.answer is None:
       return anchor
     # An answer ends the episode: it is no step that changes nothing.
-    return f'{anchor}\nAnswer: {_plain(turn.answer)}'
+    own = f'{anchor}\nAnswer: {_plain(turn.answer)}'
+    return own[-messages.MAX_TEXT_CHARS :]
 
   def _observe(
     self, new: tuple[base.Message, ...], *, tools: tuple[str, ...] = ()

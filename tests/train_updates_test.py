@@ -134,7 +134,7 @@ def test_outcomes_count_before_the_next_tasks_are_drawn(monkeypatch):
     (collection, 'collect', lambda *_, **__: (groups, {})),
     (collection, 'prefetch', lambda *_: drawn.append(sampler.state())),
     (rollback, 'check_alarms', lambda *x: (x[2], x[3], {})),
-    (run_builders, 'save', lambda *x: saved.append(x[3].task_outcomes)),
+    (run_builders, 'save', lambda *x: saved.append(x[4].task_outcomes)),
   ):
     monkeypatch.setattr(module, name, fake)
   config = alfworld.get_config('smoke')
