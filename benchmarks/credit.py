@@ -166,8 +166,6 @@ def make_methods(config, has_critic: bool) -> Iterator[tuple[str, tuple]]:
       or algorithms.branches(algorithm)
       or any(algorithms.conflicts(changed))
     ):
-      if hasattr(algorithm, 'whiten_advantages'):
-        algorithm = dataclasses.replace(algorithm, whiten_advantages=False)
       yield label, (changed, algorithm)
 
 
