@@ -120,7 +120,7 @@ class StepResult:
       during an episode, and if the environment has no score.
     final_anchor: the final state of the episode, reported with its last step.
       None during an episode, and if the state is unknown. A lost end must not
-      have the anchor of a state from which an episode goes on.
+      have the anchor of a state in which an episode continues.
     other_rewards: raw rewards of agents that did not take this step, by name.
       Each is added to the reward of the agent's latest step.
   """

@@ -304,7 +304,7 @@ class Env:
       prompt=text,
       short_prompt=text,
       anchor=self._anchor(),
-      text=text,
+      text=text[: messages.MAX_TEXT_CHARS],
       task=self._task,
       messages=tuple(new),
       tools=tools,

@@ -219,7 +219,7 @@ class Env:
       prompt=text,
       short_prompt=text,
       anchor=self._anchor(new),
-      text=text,
+      text=text[: messages.MAX_TEXT_CHARS],
       task=self._task,
       messages=new,
       tools=() if continues else self._tools.texts,

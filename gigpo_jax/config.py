@@ -559,7 +559,9 @@ def _missing_environment(
       'evaluation.every=0'
     )
   try:
-    yield from _too_few_groups(config, collects)
+    trained = _usable_tasks(config, 'train')
+    if collects:
+      yield from _too_few_groups(config, trained)
     if evaluates and config.evaluation.split is not None:
       yield from _too_few_evaluated(config)
   except ValueError as error:
@@ -586,13 +588,9 @@ def _usable_tasks(
 
 
 def _too_few_groups(
-  config: ml_collections.ConfigDict, collects: bool
+  config: ml_collections.ConfigDict, listed: tasks.CheckedTasks
 ) -> Iterator[str]:
-  split, groups = 'train', config.rollout.groups
-  listed = _usable_tasks(config, split)
-  available = len(listed)
-  if not collects:
-    return
+  split, groups, available = 'train', config.rollout.groups, len(listed)
   if available < groups:
     yield (
       f'rollout.groups={groups}: more groups than tasks; split train has '

@@ -135,8 +135,7 @@ class Trajectory:
   @property
   def reward(self) -> float:
     """Sum of the raw rewards of all agents, before any penalty."""
-    results = [step.result for step in self.steps]
-    return sum(r.reward + sum(r.other_rewards.values()) for r in results)
+    return sum(self._step_rewards)
 
   @property
   def agents(self) -> tuple[str, ...]:
@@ -155,11 +154,15 @@ class Trajectory:
     The rewards of an agent's steps then add up to those of all steps from its
     first one on.
     """
-    rewards = [
+    return self.until_next_turn(self._step_rewards)
+
+  @property
+  def _step_rewards(self) -> list[float]:
+    """For each step, the sum of the rewards that it gives to all agents."""
+    return [
       math.fsum([s.result.reward, *s.result.other_rewards.values()])
       for s in self.steps
     ]
-    return self.until_next_turn(rewards)
 
   def until_next_turn(self, values: Sequence[float]) -> tuple[float, ...]:
     """Returns, for each step, the sum of values before its agent's next step.

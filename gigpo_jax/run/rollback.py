@@ -60,8 +60,10 @@ def check_alarms(
     every = parts.config.checkpoint.every
     # The newest regular checkpoint before this iteration. It may be missing if
     # the options of checkpoints or of guards changed.
-    newest = saver.newest_until(history.iteration // every * every - 1)
-    after = dataclasses.replace(after, good=max(before.good, newest))
+    latest = history.iteration // every * every - 1
+    if before.good < latest:
+      newest = saver.newest_until(latest)
+      after = dataclasses.replace(after, good=max(before.good, newest))
   if after.step_scale != before.step_scale:
     console.log(f'later updates have {after.step_scale:g} of their size')
   history = dataclasses.replace(history, guard_state=after)
