@@ -129,7 +129,7 @@ class Rows:
 
   def save(self, path: pathlib.Path, **further: np.ndarray) -> None:
     """Writes the real rows, and further arrays over rows, for `np.load`."""
-    arrays = dataclasses.asdict(self) | further
+    arrays = vars(self) | further
     np.savez_compressed(path, **{k: x[self.real] for k, x in arrays.items()})
 
   def take(self, index: np.ndarray | slice) -> 'Rows':

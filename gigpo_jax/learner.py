@@ -157,7 +157,7 @@ class Learner:
     teacher_loss: token_batch.Loss | None = None,
     seed: int = 0,
   ):
-    losses.row_weights(np.ones(1, np.int32), 1, aggregation)
+    losses.row_weights(np.ones(1, np.int32), 1, aggregation)  # Checks it.
     loss = losses.replace_old(loss)
     self._mesh = mesh
     self.columns = tuple(loss.columns)
@@ -541,8 +541,7 @@ class Learner:
     index = np.flatnonzero(rows.real)
     if not len(index):
       raise ValueError('rows: all are padding; at least one must be real')
-    seed = (self._seed, iteration, epoch) if epoch else (self._seed, iteration)
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng((self._seed, iteration, epoch))
     groups = self._packer.prompt_groups(rows, index, self._minibatch_rows)
     groups = [groups[n] for n in rng.permutation(len(groups))]
     count = math.ceil(len(index) / self._minibatch_rows)

@@ -291,7 +291,7 @@ class PolicyGradient:
         estimates *= tokens.extras[KL_COLUMN]
       loss += self.kl_weight * estimates
     metrics = {k: v.astype(jnp.float32) for k, v in metrics.items()}
-    return loss, jax.lax.stop_gradient(metrics)
+    return loss, metrics
 
   def _surrogate(
     self,
@@ -352,7 +352,7 @@ class Supervised:
     """Returns the loss and metrics of each token."""
     metrics = {'loss/entropy': jnp.where(tokens.mask, outputs.entropies, 0)}
     loss = jnp.where(tokens.mask, -outputs.log_probs, 0)
-    return loss, jax.lax.stop_gradient(metrics)
+    return loss, metrics
 
 
 @dataclasses.dataclass(frozen=True)
@@ -390,7 +390,7 @@ class ValueRegression:
     metrics = {
       'value/clipped': (counted & (clipped_error > error)).astype(jnp.float32)
     }
-    return jnp.where(mask, loss, 0), jax.lax.stop_gradient(metrics)
+    return jnp.where(mask, loss, 0), metrics
 
 
 # Losses of the policy by `config.loss.name`: 'module:class'.

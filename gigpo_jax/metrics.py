@@ -556,7 +556,7 @@ def plot(
   path = str(pathlib.Path(workdir) / 'learning_curve.png')
   with plots.image(path, figsize=(7, 4)) as (_, axes):
     _draw(axes, lines, 'train/success_rate', '-', '0.6', 'training episodes')
-    name, color = 'held-out tasks', 'tab:blue'
+    name, color = 'evaluation', 'tab:blue'
     x, low = _series(lines, _INTERVAL[0])
     if x:
       name += ', 95 % interval'

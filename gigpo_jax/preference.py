@@ -150,7 +150,7 @@ class FirstOrder:
     change = log_probs - jax.lax.stop_gradient(log_probs)
     loss = tokens.extras['values'] - tokens.advantages * change
     entropy = jnp.where(tokens.mask, outputs.entropies, 0)
-    return loss, jax.lax.stop_gradient({'loss/entropy': entropy})
+    return loss, {'loss/entropy': entropy}
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -166,8 +166,8 @@ def loop(
   last = None  # (iteration, state, history) of the last finished iteration.
   try:
     state, history, logs = prepare(parts, runner, saver)
-    # A resumed run needs the earlier config until its logs are trimmed, see
-    # `Parts.max_repeated`: a kill may come before that.
+    # Not before the logs are trimmed: after a kill, `Parts.max_repeated` still
+    # follows from the earlier config.
     save_config()
     first = history.next_iteration
     for iteration in range(first, config.num_iterations):

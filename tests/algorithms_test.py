@@ -39,13 +39,11 @@ def test_every_algorithm_returns_advantages_and_compiles_with_dummy_rows(
   rows = builders.make_dummy_rows(config)
   assert len(rows.groups) == steps * config.rollout.episodes_per_group
   assert rows.real.sum() == 1
-  values = None
-  if algorithm.needs_values:
-    values = np.zeros_like(rows.completion_mask, np.float32)
+  values = np.zeros_like(rows.completion_mask, np.float32)
 
   def compute():
     advantages.diagnose(*rows.steps_taken(), discount=0.5)
-    return algorithm.compute_advantages(rows, values)
+    return algorithms.compute(algorithm, rows, values, {})
 
   compute()
   assert compiled
@@ -61,7 +59,7 @@ def test_every_algorithm_returns_advantages_and_compiles_with_dummy_rows(
   shape = rows.completion_mask.shape
   assert actual.shape == (shape if by_token else shape[:1])
   assert not actual[-2:].any()
-  assert (targets is None) == (values is None)
+  assert (targets is None) == (not algorithm.needs_values)
   assert actual.dtype == np.float32
   assert all(type(value) is float for value in metrics.values())
 
@@ -658,10 +656,9 @@ def test_largest_rewards_give_finite_advantages(name):
   scale = np.where(rows.episodes % 2, 1, -1) * rows.real
   rows.rewards[:] = scale * messages.BOUNDS['reward']
   rows.components[:] = (scale * messages.LARGEST_METRIC)[:, None]
-  values = None
-  if algorithms.make(name).needs_values:
-    values = np.zeros(rows.completion_mask.shape, np.float32)
-  actual = algorithms.make(name).compute_advantages(rows, values).advantages
+  values = np.zeros(rows.completion_mask.shape, np.float32)
+  algorithm = algorithms.make(name)
+  actual = algorithms.compute(algorithm, rows, values, {}).advantages
   assert np.isfinite(actual).all()
   # These use success and penalties, not rewards, or lack full bundles.
   if name not in ('a2fm', 'graphgpo', 'pass_at_k', 'risk_po'):

@@ -115,7 +115,7 @@ def test_algorithm_that_defines_credit_works(monkeypatch):
   with pytest.warns(deprecated.RenamedWarning, match='use compute_advantages'):
     algorithm = algorithms.make('own_algorithm')
   monkeypatch.setattr(
-    gigpo.Algorithm, 'compute_advantages', lambda *args: 'inherited'
+    gigpo.Algorithm, 'compute_advantages', lambda self, rows: 'inherited'
   )
   with pytest.warns(deprecated.RenamedWarning, match='use compute_advantages'):
     assert algorithm.compute_advantages(None) == ('own', 'inherited')

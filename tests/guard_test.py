@@ -202,7 +202,17 @@ def test_rollbacks_restore_good_checkpoints(monkeypatch):
 
 
 @pytest.mark.parametrize('action', ['warn', 'shrink'])
-def test_good_checkpoints_are_known_when_rollbacks_begin(monkeypatch, action):
+@pytest.mark.parametrize(
+  ('alarm', 'expected'),
+  [
+    (None, 'state 5'),
+    (6, 'state 2'),  # The policy of checkpoint 5 played iteration 6.
+    (5, 'state 5'),
+  ],
+)
+def test_good_checkpoints_are_known_when_rollbacks_begin(
+  monkeypatch, action, alarm, expected
+):
   monkeypatch.setattr(
     rollback, 'restore', lambda parts, saver, state, n: f'state {n}'
   )
@@ -213,36 +223,37 @@ def test_good_checkpoints_are_known_when_rollbacks_begin(monkeypatch, action):
   )
   saver = types.SimpleNamespace(newest_until=lambda n: n)
   history = run_state.History()
-  for n in range(7):
+  for n in range(8):
+    metrics = HEALTHY | ({'ratio/kl': 1.0} if n == alarm else {})
     history = dataclasses.replace(history, iteration=n)
     state, history, _ = rollback.check_alarms(
-      parts, saver, 'same', history, HEALTHY
+      parts, saver, 'same', history, metrics
     )
     assert state == 'same'
   parts.guard = guard.Guard(action='rollback')
-  history = dataclasses.replace(history, iteration=7)
+  history = dataclasses.replace(history, iteration=8)
   state, *_ = rollback.check_alarms(
     parts, saver, 'same', history, HEALTHY | {'ratio/kl': 1.0}
   )
-  assert state == 'state 5'
+  assert state == expected
 
 
 @pytest.mark.parametrize(
-  ('saved', 'good'),
+  ('iteration', 'saved', 'good'),
   [
-    ([0, 3, 5], 3),  # The run had checkpoint.every=2 before.
-    ([0, 3, 4], 4),
-    ([5], -1),  # It had no rollbacks before.
+    (5, [0, 3, 4], 4),
+    (5, [0, 3], -1),  # The run had another checkpoint.every before.
+    (6, [4, 5], -1),  # A SIGTERM before iteration 6 saved the second one.
   ],
 )
-def test_a_good_checkpoint_exists(tmp_path, saved, good):
+def test_a_good_checkpoint_exists(tmp_path, iteration, saved, good):
   parts = types.SimpleNamespace(
     guard=guard.Guard(action='rollback'),
     critic=None,
     config=types.SimpleNamespace(checkpoint=types.SimpleNamespace(every=5)),
     abstract_states=lambda: checkpoint.abstract_state({'policy': jnp.ones(2)}),
   )
-  history = run_state.History(iteration=6)
+  history = run_state.History(iteration=iteration)
   with checkpoint.Checkpointer(tmp_path, keep=9) as saver:
     for n in saved:
       saver.save(n, {'policy': jnp.full(2, float(n))}, {})

@@ -179,10 +179,12 @@ def test_configs_list_the_defaults_of_plugins(family: plugins.Family):
 class Returning:
   """An algorithm of another project that returns a given output."""
 
+  needs_values = False
+
   def __init__(self, output):
     self.output = output
 
-  def compute_advantages(self, rows, values):
+  def compute_advantages(self, rows):
     return self.output
 
 

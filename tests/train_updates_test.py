@@ -32,7 +32,7 @@ def test_updates_that_come_to_nothing_stop_the_run(tmp_path):
     '--config.optimizer.learning_rate=1e38',
     '--config.learner.max_skipped_in_row=2',
   )
-  assert line.startswith('update/most_skipped_in_row=2: loss or gradient was ')
+  assert line.startswith('learner.max_skipped_in_row=2: the loss or gradient ')
   lines = small_runs.read_lines(tmp_path)
   assert [line['update/skipped'] for line in lines] == [0, 1]
   with np.load(tmp_path / 'skipped_update.npz') as rows:

@@ -115,7 +115,7 @@ import dataclasses
 class Algorithm:
   {fields}
   def __call__(self, *args): ...
-  def compute_advantages(self, rows, values): ...
+  def compute_advantages(self, rows): ...
 """
 INCOMPLETE = {
   'algorithm.name=mine: ': lambda: algorithms.make('mine'),
@@ -172,10 +172,12 @@ def test_a_function_has_no_conflicts(tmp_path, monkeypatch, family):
 
 
 def _compute(function, rows):
-  def compute_advantages(rows, values):
-    return algorithms.AlgorithmOutput(function(None, rows, values), {})
+  def compute_advantages(rows):
+    return algorithms.AlgorithmOutput(function(None, rows, None), {})
 
-  algorithm = types.SimpleNamespace(compute_advantages=compute_advantages)
+  algorithm = types.SimpleNamespace(
+    compute_advantages=compute_advantages, needs_values=False
+  )
   algorithms.compute(algorithm, rows, None, {})
 
 

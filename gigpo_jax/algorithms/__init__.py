@@ -115,8 +115,8 @@ class Algorithm(Protocol):
   `answer_scores`.
   With a method `branch_order` and an attribute `root_share`, groups grow by
   branches, which repeat the first turns of other episodes; see `branching`.
-  With an attribute `is_stateful` of True, `compute_advantages` also receives a
-  state, which is {} at first. The metrics 'state/...' of its output are the
+  With an attribute `is_stateful` of True, `compute_advantages` has an argument
+  `state`, which is {} at first. The metrics 'state/...' of its output are the
   state of the next iteration, and checkpoints save them.
   `reads_success` must be True if it reads `Rows.success`; see
   `plugins.reads_success`. `reads_prefixes` must be True if it reads
@@ -127,10 +127,11 @@ class Algorithm(Protocol):
   needs_values: bool
   needs_group: bool
 
-  def compute_advantages(
-    self, rows: batch.Rows, values: Float[np.ndarray, 'R C'] | None = None
-  ) -> AlgorithmOutput:
-    """Returns the advantages of rows, given the critic's values if needed."""
+  def compute_advantages(self, rows: batch.Rows) -> AlgorithmOutput:
+    """Returns the advantages of rows.
+
+    With `needs_values`, a second argument holds the critic's values, [R, C].
+    """
 
 
 def make(name: str, **options: object) -> Algorithm:
@@ -172,11 +173,11 @@ def compute(
   state: Mapping[str, float],
 ) -> AlgorithmOutput:
   """Returns the advantages of rows, given the state of a stateful algorithm."""
-  stateful = getattr(algorithm, 'is_stateful', False)
+  further = {'state': state} if getattr(algorithm, 'is_stateful', False) else {}
+  if algorithm.needs_values:
+    further['values'] = values
   with errors.show_traceback('algorithm.name'):
-    output = algorithm.compute_advantages(
-      rows, values, *([state] if stateful else [])
-    )
+    output = algorithm.compute_advantages(rows, **further)
   if not isinstance(output, AlgorithmOutput):
     raise ValueError(
       f'algorithm.name: returned {type(output).__name__}; must be '
@@ -294,13 +295,15 @@ def old_method(old: str, new: str) -> Callable:
     new: name of the method that it calls.
   """
 
-  def call(self: Algorithm, *args, **kwargs):
+  def call(self: Algorithm, rows: batch.Rows, *values):
     deprecated.warn(f'Algorithm.{old}', new)
+    # Methods without a critic's values accepted them, too.
+    args = (rows, *values) if self.needs_values else (rows,)
     for owner in type(self).__mro__:
       method = vars(owner).get(new)
       # An override under the old name may call the method that it overrides.
       if method and method is not vars(owner).get(old):
-        return method(self, *args, **kwargs)
+        return method(self, *args)
     raise AttributeError(new)
 
   return call

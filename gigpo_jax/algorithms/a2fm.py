@@ -99,11 +99,8 @@ class Algorithm:
   def __post_init__(self):
     options.check(self)
 
-  def compute_advantages(
-    self, rows: batch.Rows, values=None
-  ) -> algorithms.AlgorithmOutput:
+  def compute_advantages(self, rows: batch.Rows) -> algorithms.AlgorithmOutput:
     """Returns one advantage per row, 0 for padding."""
-    del values
     episodes = row_stats.episodes(rows)
     rewards, metrics = self.rewards(rows, episodes)
     by_episode = row_stats.group_z_scores(rewards, episodes.groups)

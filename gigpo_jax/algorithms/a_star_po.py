@@ -57,11 +57,8 @@ class Algorithm:
   def __post_init__(self):
     options.check(self)
 
-  def compute_advantages(
-    self, rows: batch.Rows, values=None
-  ) -> algorithms.AlgorithmOutput:
+  def compute_advantages(self, rows: batch.Rows) -> algorithms.AlgorithmOutput:
     """Returns one advantage per row, 0 for padding."""
-    del values
     episodes = row_stats.episodes(rows, self.invalid_penalty)
     scaled = episodes.returns / self.value_temperature
     largest = np.full(episodes.num_groups, -np.inf)

@@ -63,11 +63,8 @@ class Algorithm:
 
   credit = algorithms.credit
 
-  def compute_advantages(
-    self, rows: batch.Rows, values=None
-  ) -> algorithms.AlgorithmOutput:
+  def compute_advantages(self, rows: batch.Rows) -> algorithms.AlgorithmOutput:
     """Returns one advantage per row, 0 for padding."""
-    del values
     weights = self.component_weights or (1.0,) * len(self.components)
     advantages_R = _decoupled(
       jnp.asarray(rows.components),

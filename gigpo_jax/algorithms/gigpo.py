@@ -108,11 +108,8 @@ class Algorithm:
   credit = algorithms.credit
   parts = algorithms.old_method('parts', 'components')
 
-  def compute_advantages(
-    self, rows: batch.Rows, values=None
-  ) -> algorithms.AlgorithmOutput:
+  def compute_advantages(self, rows: batch.Rows) -> algorithms.AlgorithmOutput:
     """Returns one advantage per row, 0 for padding, with metrics."""
-    del values  # There is no critic.
     components = advantages.Components(
       *(np.asarray(x) for x in self.components(rows))
     )

@@ -90,11 +90,8 @@ class Algorithm:
     """Options that the other ones switch off."""
     return ('invalid_penalty',) if self.components else ()
 
-  def compute_advantages(
-    self, rows: batch.Rows, values=None
-  ) -> algorithms.AlgorithmOutput:
+  def compute_advantages(self, rows: batch.Rows) -> algorithms.AlgorithmOutput:
     """Returns one advantage per row; 0 for padding."""
-    del values
     episodes = row_stats.episodes(rows, self.invalid_penalty)
     following, real = row_stats.next_rows(rows), rows.real
     gains = np.where(

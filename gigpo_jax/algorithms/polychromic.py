@@ -67,11 +67,8 @@ class Algorithm:
   def __post_init__(self):
     options.check(self)
 
-  def compute_advantages(
-    self, rows: batch.Rows, values=None
-  ) -> algorithms.AlgorithmOutput:
+  def compute_advantages(self, rows: batch.Rows) -> algorithms.AlgorithmOutput:
     """Returns one advantage per row, 0 for padding."""
-    del values
     episodes = row_stats.episodes(rows, self.invalid_penalty)
     by_episode, chains = np.zeros(len(episodes.groups)), row_stats.chains(rows)
     for group in range(episodes.num_groups):

@@ -76,15 +76,12 @@ class Algorithm(polychromic.Algorithm):
 
   branch_order = staticmethod(branching.random_order)
 
-  def compute_advantages(
-    self, rows: batch.Rows, values=None
-  ) -> algorithms.AlgorithmOutput:
+  def compute_advantages(self, rows: batch.Rows) -> algorithms.AlgorithmOutput:
     """Returns one advantage per row, 0 for padding.
 
     The rows of an episode come after those of the episode from which it
     branches.
     """
-    del values
     rewards = row_stats.penalized_rewards(rows, self.invalid_penalty)
     advantages = np.zeros(len(rewards))
     # Later states replace the advantages of earlier ones.

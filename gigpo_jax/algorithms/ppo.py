@@ -70,10 +70,9 @@ class Algorithm:
 
   def _units(self, rows: batch.Rows) -> Bool[np.ndarray, 'R C']:
     """Returns True at the first position of each unit."""
-    units = rows.completion_mask
-    if self.gae_level == 'turn':
-      units[:, 1:] = False
-    return units
+    mask = rows.completion_mask
+    is_start = np.arange(mask.shape[1]) == 0
+    return mask & is_start if self.gae_level == 'turn' else mask
 
   credit = algorithms.credit
 
@@ -111,6 +110,6 @@ class Algorithm:
     return algorithms.AlgorithmOutput(
       advantages.astype(np.float32),
       {name: float(value) for name, value in metrics.items()},
-      targets.astype(np.float32),
-      units,
+      value_targets=targets.astype(np.float32),
+      value_mask=units,
     )

@@ -41,11 +41,8 @@ class Algorithm:
 
   credit = algorithms.credit
 
-  def compute_advantages(
-    self, rows: batch.Rows, values=None
-  ) -> algorithms.AlgorithmOutput:
+  def compute_advantages(self, rows: batch.Rows) -> algorithms.AlgorithmOutput:
     """Returns one advantage per row, 0 for padding."""
-    del values
     advantages_R = _whitened(
       advantages.device_inputs(*rows.steps_taken(), 1.0, self.invalid_penalty),
       jnp.asarray(rows.lengths - rows.prompt_lengths, jnp.float32),

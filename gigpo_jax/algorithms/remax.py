@@ -56,11 +56,8 @@ class Algorithm:
   def __post_init__(self):
     options.check(self)
 
-  def compute_advantages(
-    self, rows: batch.Rows, values=None
-  ) -> algorithms.AlgorithmOutput:
+  def compute_advantages(self, rows: batch.Rows) -> algorithms.AlgorithmOutput:
     """Returns one advantage per row; 0 for padding and unknown baselines."""
-    del values
     episodes = row_stats.episodes(rows, self.invalid_penalty)
     baselines = rows.state_values[row_stats.first_rows(rows, episodes)]
     advantages = episodes.to_rows(np.nan_to_num(episodes.returns - baselines))

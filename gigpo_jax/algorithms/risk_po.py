@@ -86,10 +86,9 @@ class Algorithm:
     options.check(self)
 
   def compute_advantages(
-    self, rows: batch.Rows, values=None, state: Mapping[str, float] = {}
+    self, rows: batch.Rows, state: Mapping[str, float] = {}
   ) -> algorithms.AlgorithmOutput:
     """Returns one advantage per row; 0 for padding and incomplete sums."""
-    del values
     episodes = row_stats.episodes(rows, self.invalid_penalty)
     sums, bundles, own = self._sums(
       episodes, _bundles(rows, episodes, self.bundle_tasks)

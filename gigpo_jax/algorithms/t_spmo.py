@@ -50,11 +50,8 @@ class Algorithm:
   def __post_init__(self):
     options.check(self)
 
-  def compute_advantages(
-    self, rows: batch.Rows, values=None
-  ) -> algorithms.AlgorithmOutput:
+  def compute_advantages(self, rows: batch.Rows) -> algorithms.AlgorithmOutput:
     """Returns one advantage per token, 0 for padding."""
-    del values
     components = advantages.gigpo_components(
       *rows.steps_taken(),
       discount=self.discount,

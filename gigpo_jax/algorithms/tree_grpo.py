@@ -44,11 +44,8 @@ class Algorithm:
 
   branch_order = staticmethod(branching.random_order)
 
-  def compute_advantages(
-    self, rows: batch.Rows, values=None
-  ) -> algorithms.AlgorithmOutput:
+  def compute_advantages(self, rows: batch.Rows) -> algorithms.AlgorithmOutput:
     """Returns one advantage per row, 0 for padding."""
-    del values
     episodes = row_stats.episodes(rows, self.invalid_penalty)
     # Episodes of a tree share the response of the first turn.
     roots = rows.responses[row_stats.first_rows(rows, episodes)].astype(int)

@@ -50,11 +50,8 @@ class Algorithm:
   def __post_init__(self):
     options.check(self)
 
-  def compute_advantages(
-    self, rows: batch.Rows, values=None
-  ) -> algorithms.AlgorithmOutput:
+  def compute_advantages(self, rows: batch.Rows) -> algorithms.AlgorithmOutput:
     """Returns one advantage per row; 0 for padding and for unknown values."""
-    del values  # There is no critic.
     differences = value_differences(
       rows,
       row_stats.penalized_rewards(rows, self.invalid_penalty),

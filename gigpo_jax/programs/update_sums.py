@@ -159,6 +159,6 @@ def skipped_problem(
   if most < limit:
     return ''
   return (
-    f'{name}/most_skipped_in_row={most:.0f}: loss or gradient was not finite '
-    'in so many updates (learner.max_skipped_in_row)'
+    f'learner.max_skipped_in_row={limit}: the loss or gradient of {most:.0f} '
+    f'successive updates was not finite ({name}/most_skipped_in_row)'
   )

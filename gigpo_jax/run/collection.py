@@ -131,13 +131,12 @@ def estimate_state_values(
       label=f'continuations {iteration}',
     )
   parts.stop_if_failed(played)
-  options = parts.config.algorithm
   groups, value_metrics = continuations.add_values(
     groups,
     states,
     played,
-    1.0 if is_greedy else options.discount,
-    options.invalid_penalty,
+    1.0 if is_greedy else getattr(parts.algorithm, 'discount', 1.0),
+    algorithms.invalid_penalty(parts.algorithm),
   )
   return groups, metrics | value_metrics
 

@@ -56,14 +56,11 @@ def check_alarms(
     console.log(
       f'guard.max_rollbacks={before.rollbacks}: all are used; the policy stays'
     )
-  elif not alarms:  # Whatever the action: a resumed run may change it.
-    every = parts.config.checkpoint.every
-    # The newest regular checkpoint before this iteration. It may be missing if
-    # the options of checkpoints or of guards changed.
-    latest = history.iteration // every * every - 1
-    if before.good < latest:
-      newest = saver.newest_until(latest)
-      after = dataclasses.replace(after, good=max(before.good, newest))
+  elif not alarms and history.iteration % parts.config.checkpoint.every == 0:
+    # Whatever the action: a resumed run may change it.
+    latest = history.iteration - 1
+    if saver.newest_until(latest) == latest:
+      after = dataclasses.replace(after, good=latest)
   if after.step_scale != before.step_scale:
     console.log(f'later updates have {after.step_scale:g} of their size')
   history = dataclasses.replace(history, guard_state=after)

@@ -71,7 +71,7 @@ class History:
   @property
   def is_rolled_back(self) -> bool:
     """Whether the last finished iteration ended in a rollback."""
-    return self.guard_state.good == self.iteration
+    return 0 <= self.iteration == self.guard_state.good
 
   def after(
     self,

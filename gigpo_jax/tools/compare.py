@@ -115,7 +115,7 @@ def draw(
         f'{sum(spent) / len(spent):,.0f} episodes'
       )
       axes.plot(shared, mean, 'o-', color=color, linewidth=2, label=label)
-    axes.set(xlabel='iteration', ylabel='success, held-out tasks (%)')
+    axes.set(xlabel='iteration', ylabel='success in evaluation (%)')
     axes.set_ylim(-2, 102)
     axes.xaxis.get_major_locator().set_params(integer=True)
     axes.grid(alpha=0.3)

@@ -244,6 +244,6 @@ def draw(
         alpha=0.15,
       )
     axes.set(xlabel=AXES[x], ylim=(-2, 102))
-    axes.set_ylabel('success, held-out tasks (%)')
+    axes.set_ylabel('success in evaluation (%)')
     axes.grid(alpha=0.3)
     axes.legend(loc='best', fontsize='small')
