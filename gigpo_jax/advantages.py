@@ -531,10 +531,13 @@ def signal_metrics(
     'advantage/episode_std': episode.std(),
     'advantage/step_std': step.std(),
   }
-  for low, high in ((1, 1), (2, 3), (4, 7), (8, None)):
-    inside = (sizes >= low) & (sizes <= (high or np.inf))
-    name = f'{low}' if low == high else f'{low}_to_{high}'
-    name = name if high else f'{low}_and_more'
+  for name, low, high in (
+    ('1', 1, 1),
+    ('2_to_3', 2, 3),
+    ('4_to_7', 4, 7),
+    ('8_and_more', 8, np.inf),
+  ):
+    inside = (sizes >= low) & (sizes <= high)
     share = np.sum(inside / sizes) / num_groups
     values[f'advantage/anchor_groups_of_{name}'] = share
   if episode.std() > 0 and step.std() > 0:

@@ -12,6 +12,7 @@ policy:
 
 import dataclasses
 import math
+from collections.abc import Mapping
 
 import numpy as np
 from jaxtyping import Array, Float
@@ -95,3 +96,18 @@ class Control:
     error = min(max(error, -_MAX_ERROR), _MAX_ERROR)
     # More rows than the horizon could change the sign of the weight.
     return factor * (1 + error * min(rows / self.kl_horizon, 1))
+
+  def next_metrics(
+    self, factor: float, metrics: Mapping[str, float], rows: int
+  ) -> dict[str, float]:
+    """Returns the factor of the next iteration as a metric; {} if constant.
+
+    Args:
+      factor: the factor of this iteration.
+      metrics: metrics of the update, with the KL to the reference policy.
+      rows: number of rows of the update.
+    """
+    if self.kl_target is None:
+      return {}
+    kl = metrics.get('reward/kl', metrics.get('loss/kl'))
+    return {'update/next_kl_factor': self.next_factor(factor, kl, rows)}

@@ -470,7 +470,10 @@ class Learner:
     return state, metrics | self._packer.take_metrics()
 
   def sampler_difference(
-    self, params: dict, rows: batch.Rows, old_log_probs: np.ndarray
+    self,
+    params: dict,
+    rows: batch.Rows,
+    log_probs: np.ndarray | None = None,
   ) -> dict[str, float]:
     """Returns metrics of the sampler's deviation from the learner's log-probs.
 
@@ -479,9 +482,8 @@ class Learner:
     Args:
       params: the parameters that were sampled from.
       rows: the rows of the iteration.
-      old_log_probs: the learner's log-probs, [R, C]. If it is
-        `rows.sampler_log_probs`, the learner computes those of one microbatch
-        of the longest rows.
+      log_probs: the learner's log-probs, [R, C]. None computes those of one
+        microbatch of the longest rows.
 
     Returns:
       Mean and maximum over tokens of the absolute difference, and mean and
@@ -490,17 +492,17 @@ class Learner:
     index = np.flatnonzero(rows.real & (rows.ages == 0))
     if not len(index):
       return {}
-    if old_log_probs is rows.sampler_log_probs:
+    if log_probs is None:
       microbatches = self._packer.microbatches(rows, index, largest=True)
       index = next(microbatches).rows
-      old_log_probs = self.log_probs(params, rows.take(index))
+      rows = rows.take(index)
+      log_probs = self.log_probs(params, rows)
     else:
-      old_log_probs = old_log_probs[index]
-    rows = rows.take(index)
+      rows, log_probs = rows.take(index), log_probs[index]
     mask = rows.completion_mask
     if not mask.any():
       return {}
-    difference = old_log_probs - rows.sampler_log_probs
+    difference = log_probs - rows.sampler_log_probs
     absolute = np.abs(difference[mask])
     ratios = np.exp(np.where(mask, difference, 0).sum(axis=1))
     return {

@@ -35,6 +35,7 @@ from gigpo_jax import (
   evaluation,
   group_filter,
   rollout,
+  teacher,
   tokenizer,
 )
 from gigpo_jax import metrics as metrics_lib
@@ -298,20 +299,20 @@ def update(
     token_mask,
   )
   logs.write_teacher(iteration, teacher_batch)
-  policy, policy_metrics = parts.learner.update(
-    state.policy,
+  state, policy_metrics = update_policy(
+    parts,
+    state,
+    history,
     trained_rows,
-    iteration=iteration,
-    skipped_before=history.skipped.get('update', 0.0),
-    step_scale=parts.guard.step_scale(history.guard_state),
-    trained=token_mask,
-    teacher_batch=teacher_batch,
-    **{name: columns[name] for name in parts.loss.columns},
+    columns,
+    iteration,
+    token_mask,
+    teacher_batch,
   )
-  stop_if_skipped(parts, policy_metrics, 'update', trained_rows, columns)
   metrics |= policy_metrics
-  metrics |= update_inputs.adapt_kl(parts, history, trained_rows, metrics)
-  return state.replace(policy=policy), metrics
+  return state, metrics | parts.kl_control.next_metrics(
+    history.kl_factor, metrics, int(trained_rows.real.sum())
+  )
 
 
 def estimate_advantages(
@@ -334,6 +335,31 @@ def estimate_advantages(
     output.advantages, rows.completion_mask
   )
   return output, old_values, metrics
+
+
+def update_policy(
+  parts: run_builders.Parts,
+  state: run_state.RunState,
+  history: run_state.History,
+  rows: batch.Rows,
+  columns: dict[str, np.ndarray | float],
+  iteration: int,
+  token_mask: np.ndarray | None,
+  teacher_batch: teacher.TeacherBatch | None,
+) -> tuple[run_state.RunState, Metrics]:
+  """Updates the policy on rows, of which a mask chooses tokens."""
+  policy, metrics = parts.learner.update(
+    state.policy,
+    rows,
+    iteration=iteration,
+    skipped_before=history.skipped.get('update', 0.0),
+    step_scale=parts.guard.step_scale(history.guard_state),
+    trained=token_mask,
+    teacher_batch=teacher_batch,
+    **{name: columns[name] for name in parts.loss.columns},
+  )
+  stop_if_skipped(parts, metrics, 'update', rows, columns)
+  return state.replace(policy=policy), metrics
 
 
 def update_critic(

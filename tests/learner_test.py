@@ -388,7 +388,7 @@ def test_sampler_difference_when_training_on_its_log_probs():
   sampled = exact.copy()
   sampled[longest[0], 0] -= 0.25
   rows = dataclasses.replace(rows, sampler_log_probs=sampled)
-  metrics = subject.sampler_difference(params(), rows, rows.sampler_log_probs)
+  metrics = subject.sampler_difference(params(), rows)
   assert metrics['sampler/log_prob_difference_max'] == pytest.approx(
     0.25, abs=1e-5
   )

@@ -86,6 +86,19 @@ def test_the_weight_adapts_to_the_target():
   assert kl.Control().next_factor(2.0, 9.0, 50) == 2
 
 
+def test_the_next_weight_is_a_metric():
+  control = kl.Control(kl_target=0.1, kl_horizon=100)
+  # The KL of the rewards counts before that of the loss.
+  for metrics, factor in (
+    ({'reward/kl': 0.11, 'loss/kl': 0.05}, 2.1),
+    ({'loss/kl': 0.05}, 1.8),
+    ({}, 2.0),
+  ):
+    actual = control.next_metrics(2.0, metrics, 50)
+    assert actual == pytest.approx({'update/next_kl_factor': factor})
+  assert kl.Control().next_metrics(2.0, {'loss/kl': 0.05}, 50) == {}
+
+
 def test_long_responses_by_hand():
   # Limit 10, buffer 4: 0 up to 6 tokens, a quarter per token after that.
   actual = reward_shaping.overlong(np.array([0, 6, 7, 9, 10]), 10, 4)

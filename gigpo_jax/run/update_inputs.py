@@ -145,29 +145,6 @@ def shape_rewards(
   return rows, ref_log_probs, values
 
 
-def adapt_kl(
-  parts: 'run_builders.Parts',
-  history: run_state.History,
-  rows: batch.Rows,
-  values: Metrics,
-) -> Metrics:
-  """Returns the factor of the KL's weight in the next iteration, as a metric.
-
-  Args:
-    parts: the objects of the run.
-    history: the factor of this iteration.
-    rows: the rows of the update.
-    values: metrics of the update, with the KL to the reference policy.
-  """
-  if parts.kl_control.kl_target is None:
-    return {}
-  measured = values.get('reward/kl', values.get('loss/kl'))
-  factor = parts.kl_control.next_factor(
-    history.kl_factor, measured, int(rows.real.sum())
-  )
-  return {'update/next_kl_factor': factor}
-
-
 def apply_plugins(
   parts: 'run_builders.Parts',
   rows: batch.Rows,
@@ -233,7 +210,7 @@ def choose_old_log_probs(
   metrics: Metrics = {}
   reuse = options.old_log_probs == 'sampler'
   if options.old_log_probs != 'learner':
-    metrics = learner.sampler_difference(params, rows, sampled)
+    metrics = learner.sampler_difference(params, rows)
   if options.old_log_probs == 'auto':
     gap = metrics.get('sampler/log_prob_difference_mean', np.inf)
     reuse = gap <= options.max_log_prob_gap  # False if the gap is not finite.
