@@ -398,10 +398,10 @@ class Packer:
     """
     arrays = self._arrays(shape)
     for n, packs in enumerate(sequences):
-      row, shard = divmod(n, self._shards)
+      sequence, shard = divmod(n, self._shards)
       start = 0
       for pack in packs:
-        arrays.add(rows, pack, shard, row, start)
+        arrays.add(rows, pack, shard, sequence, start)
         start += pack.length
         self._saved += int(rows.lengths[pack.rows].sum()) - pack.length
       self._tokens += start
@@ -451,11 +451,12 @@ class _Arrays:
     rows: batch.Rows,
     pack: row_packs.Pack,
     shard: int,
-    row: int,
+    sequence: int,
     start: int,
   ) -> None:
-    """Writes a pack into sequence `row` of a shard, from index `start` on."""
-    b, offset = shard * self._per_shard + row, row * self.tokens.shape[1]
+    """Writes a pack into a shard's sequence, from index `start` on."""
+    b = shard * self._per_shard + sequence
+    offset = sequence * self.tokens.shape[1]
     # Index in the sequence of each token of the row that was written last.
     path = np.zeros(0, np.int64)
     if self._agents is not None:
