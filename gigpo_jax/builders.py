@@ -292,12 +292,12 @@ def make_critic(
 ) -> critic.Critic:
   """Returns the critic, which estimates values for rows."""
   rate = config.critic.rate_ratio * config.optimizer.learning_rate
-  options = config.optimizer.to_dict() | {'learning_rate': rate}
+  fields = config.optimizer.to_dict() | {'learning_rate': rate}
   return critic.Critic(
     policy.model,
     policy.mesh,
     value_clip=config.critic.value_clip,
-    optimizer=optimizer.AdamW(**options).make(),
+    optimizer=optimizer.AdamW(**fields).make(),
     **_learner_sizes(config),
   )
 
@@ -373,11 +373,11 @@ def make_task_sampler(config: ml_collections.ConfigDict) -> tasks.TaskSampler:
 
 def make_eval_batch(config: ml_collections.ConfigDict) -> rollout.EpisodeBatch:
   """Returns the episodes of an evaluation."""
-  options = config.evaluation
-  available = len(config_lib.list_tasks(config, options.split))
+  section = config.evaluation
+  available = len(config_lib.list_tasks(config, section.split))
   return rollout.EpisodeBatch(
-    tasks.first_tasks(options.split, options.num_tasks or available),
-    options.repeats,
+    tasks.first_tasks(section.split, section.num_tasks or available),
+    section.repeats,
     (rollout.EVALUATION, 0),
     model_builders.make_sampling(config, evaluation=True),
   )

@@ -242,12 +242,12 @@ class Parts:
     """
     if output.components is not None:
       return {}
-    options = self.config.algorithm
+    section = self.config.algorithm
     return advantages.diagnose(
       *rows.steps_taken(),
-      discount=options.discount,
-      invalid_penalty=options.invalid_penalty,
-      norm=options.norm,
+      discount=section.discount,
+      invalid_penalty=section.invalid_penalty,
+      norm=section.norm,
     )
 
   def stop_if_failed(self, episodes: Sequence[trajectory.Trajectory]) -> None:

@@ -12,7 +12,6 @@ from gigpo_jax import (
   batch,
   branching,
   losses,
-  metrics,
   modulators,
   optimizer,
   plugins,
@@ -22,6 +21,7 @@ from gigpo_jax import (
   trajectory,
 )
 from gigpo_jax import mesh as mesh_lib
+from gigpo_jax import metrics as metrics_lib
 from gigpo_jax.run import run_state
 
 if TYPE_CHECKING:
@@ -159,7 +159,7 @@ def apply_plugins(
     The final advantages; the rows to train on, where others are padding; their
     trained tokens [R, C], or None for all; and metrics.
   """
-  values: Metrics = {}
+  metrics: Metrics = {}
   signals = dataclasses.replace(signals, rows=rows)
   advantages, has_branches = output.advantages, rows.repeated.any()
   if parts.modulators:
@@ -169,13 +169,15 @@ def apply_plugins(
     rows = branching.drop_repeated(rows)
   if parts.modulators or has_branches:
     output = output._replace(advantages=advantages)
-    values = metrics.effective_tokens(output.advantages, rows.completion_mask)
+    metrics = metrics_lib.effective_tokens(
+      output.advantages, rows.completion_mask
+    )
   if not parts.selectors:
-    return output, rows, None, values
+    return output, rows, None, metrics
   kept, trained, select_metrics = selectors.apply(
     parts.selectors, output.advantages, rows, signals
   )
-  return output, kept, trained, values | select_metrics
+  return output, kept, trained, metrics | select_metrics
 
 
 def choose_old_log_probs(
