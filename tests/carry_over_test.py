@@ -1,14 +1,15 @@
 """Tests of groups that continue in the next iteration."""
 
 import dataclasses
+import types
 
 import numpy as np
 import pytest
 
 from configs import base as config_base
 from envs import base
-from gigpo_jax import carry_over, trajectory
-from gigpo_jax.run import run_builders, run_state
+from gigpo_jax import carry_over, rollout, trajectory
+from gigpo_jax.run import collection, run_builders, run_state
 
 FIRST = base.Observation('p', 's', 'a', 't', 'x', ('go',))
 
@@ -135,6 +136,43 @@ def test_groups_and_ages_by_hand():
   failed = dataclasses.replace(long, failure='worker died')
   values = rule.metrics([failed, short], wait_three)
   assert values['carry/staleness_mean'] == values['carry/stale_share'] == 1
+
+
+def test_no_group_starts_while_more_than_enough_wait():
+  # One turn per iteration, G = 2. Groups 0 to 5 end together in iteration 2.
+  rule = carry_over.CarryOver(1)
+  lengths = [[3], [3], [2], [2], [1], [1]]
+  *_, (trained, waiting) = play(rule, lengths, 2, 3)
+  assert (tasks(trained), tasks(waiting)) == ([0, 1], [2, 3, 4, 5])
+  assert rule.num_new(waiting, 2) == 0
+
+
+def test_continued_episodes_keep_their_stream_and_their_horizon():
+  rollout_options = types.SimpleNamespace(groups=3, horizon=((0, 10), (4, 20)))
+  parts = types.SimpleNamespace(
+    config=types.SimpleNamespace(rollout=rollout_options),
+    carry_over=carry_over.CarryOver(2, max_staleness=2),
+    group_size=2,
+    sampling=None,
+  )
+  # Of two episodes each; the group of iteration 5 is complete.
+  waiting = [
+    carry_over.WaitingGroup(
+      start, (make_episode(2, 2), make_episode(2, length))
+    )
+    for start, length in ((3, 9), (4, 9), (5, 2))
+  ]
+  new = [base.Task('train', n) for n in range(3)]
+  batches = collection.train_batches(parts, waiting, new, 7, 5)
+  assert [
+    (b.stream, b.max_turns, b.pause_after, len(b.paused), len(b.tasks))
+    for b in batches
+  ] == [
+    # Carried twice, it runs to its end.
+    ((rollout.TRAIN, 3), 10, None, 1, 0),
+    ((rollout.TRAIN, 4), 20, 2, 1, 0),
+    ((rollout.TRAIN, 7), 20, 2, 0, 2),
+  ]
 
 
 def test_few_complete_groups_wait_for_others():

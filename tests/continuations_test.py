@@ -143,6 +143,11 @@ def test_returns_start_at_the_state_and_have_penalties():
   totals = continuations.returns(states, played, 0.5, 0.25)
   np.testing.assert_array_equal(totals, [[1 + 1 + 1, 7.75], [2 + 2, np.nan]])
   np.testing.assert_array_equal(continuations.mean_returns(totals), [5.375, 4])
+  groups = group_filter.CollectedGroups([episode], [episode], [0], {})
+  _, metrics = continuations.add_values(groups, states, played, 0.5, 0.25)
+  assert metrics['continuations/value_mean'] == (5.375 + 4) / 2
+  # Of the first state alone: 3 and 7.75 have the variance 4.75^2 / 2.
+  assert metrics['continuations/standard_error'] == pytest.approx(4.75 / 2)
 
 
 def test_failed_episodes_have_no_states_and_no_values():
@@ -262,6 +267,14 @@ def test_remax_plays_one_greedy_episode_of_each_task():
     if episode.group in values and not episode.failure:
       assert first == pytest.approx(values[episode.group])
   assert metrics['continuations/states'] == len(tasks)
+
+
+def test_the_greedy_return_of_remax_is_not_discounted(monkeypatch):
+  episode = make_episode([1, 2])
+  monkeypatch.setattr(walks, 'play', lambda _: ([[episode]], None))
+  groups = group_filter.CollectedGroups([episode], [episode], [0], {})
+  valued, *_ = _estimate_values(algorithms.make('remax'), groups)
+  assert [s.state_value for s in valued.kept[0].steps] == [3, None]
 
 
 def test_a_run_plays_continuations_only_for_algorithms_that_need_them():

@@ -121,6 +121,22 @@ def test_only_positions_of_the_value_mask_are_trained(rows):
   assert np.abs(values).max() > 0
 
 
+def test_the_clipped_share_is_one_of_positions_with_a_target(rows):
+  value_mask = rows.completion_mask
+  value_mask[:, 1:] = False
+  subject = make_critic()
+  _, metrics = subject.update(
+    subject.init(reference.init(CONFIG, jax.random.key(0))),
+    rows,
+    # From 0 towards 1 is away from -1, by more than the clip.
+    values=np.full(value_mask.shape, -1, np.float32),
+    targets=np.ones(value_mask.shape, np.float32),
+    value_mask=value_mask,
+    iteration=0,
+  )
+  assert metrics['critic/clipped'] == pytest.approx(1)
+
+
 def test_without_a_value_mask_all_completion_tokens_are_trained(rows):
   targets = rows.completion_mask.astype(np.float32)
   _, expected, _ = train(rows, rows.completion_mask, targets, updates=1)

@@ -349,6 +349,22 @@ def test_worker_killed_between_calls_loses_no_episode():
     assert pools.play(pool, {0: 0})[0][-1].success
 
 
+def test_replays_after_deaths_between_calls_are_limited(monkeypatch):
+  monkeypatch.setattr(env_pool, '_MAX_REPLAYS', 1)
+  replies = []
+  with pools.make(1, 1) as pool:
+    pool.reset(0, base.Task('train', 0))
+    pools.gather(pool, {0})
+    for _ in range(2):
+      os.kill(pool._workers[0].pid, signal.SIGKILL)
+      pool._workers[0].process.join()
+      pool.step(0, pools.RIGHT)
+      replies.append(pools.gather(pool, {0})[0])
+    assert pool.restarts == 2
+  assert pools.is_running(replies[0])
+  assert replies[1].cause == 'neighbours'
+
+
 def test_groups_share_a_worker():
   with pools.make(2, 12, envs_per_group=3) as pool:
     workers = [pool._worker_index(env) for env in range(12)]

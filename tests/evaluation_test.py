@@ -80,6 +80,14 @@ def test_pass_at_k_by_hand():
   assert 'eval/pass_at/8' not in metrics
 
 
+def test_pass_at_k_needs_k_episodes_of_every_task():
+  members = {0: 4, 1: 2, 2: 8}
+  rates = evaluation.summarize(
+    [episode(task, True, m) for task, n in members.items() for m in range(n)]
+  )
+  assert [k for k in rates if 'pass_at' in k] == ['eval/pass_at/2']
+
+
 def test_equal_outcomes_give_wilson_interval_over_tasks():
   episodes = [episode(n, True, m) for n in range(10) for m in range(50)]
   assert evaluation.success_interval(episodes) == metrics.wilson(10, 10)

@@ -192,6 +192,15 @@ def test_methods_with_equal_success_have_no_significant_order():
   assert row[3] == '1'
 
 
+def test_orders_as_far_from_0_as_the_observed_one_count():
+  # Of the six orders of three methods, two have a correlation of 1 or -1.
+  rates = {'x': {'a': [0.1], 'b': [0.2], 'c': [0.3]}}
+  measures = {'x': {'a': 3.0, 'b': 2.0, 'c': 1.0}}
+  (row,) = _rows(evidence.order_table(_results(rates), measures, least=3))
+  assert row[2] == '-1.00'
+  assert float(row[3]) == pytest.approx(1 / 3, abs=0.02)
+
+
 def test_rank_correlations_are_those_of_scipy():
   rng = np.random.default_rng(0)
   rates = {e: {n: [rng.random()] for n in 'abcdefgh'} for e in ('x', 'y')}

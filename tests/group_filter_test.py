@@ -11,6 +11,7 @@ from gigpo_jax import (
   algorithms,
   carry_over,
   group_filter,
+  rollout,
   tasks,
   trajectory,
 )
@@ -220,12 +221,13 @@ def collect_iteration(run_batches, rules, **options):
 
 
 def test_the_statistics_of_a_rollout_include_its_refills():
-  calls = []
+  calls, streams = [], []
 
   def run_batches(params, batches, *, is_continued=False, **options):
     del params, options
     calls.append(is_continued)
     (made,) = batches
+    streams.append(made.stream)
     rewards = {task.index: (0, 10 * (len(calls) > 2)) for task in made.tasks}
     return [make_play(rewards)(made.tasks, 0)]
 
@@ -233,6 +235,8 @@ def test_the_statistics_of_a_rollout_include_its_refills():
   groups, metrics = collect_iteration(run_batches, rules)
   # Without variance in the first two batches, the third one is kept.
   assert calls == [False, True, True]
+  # A task that is drawn again has other random numbers.
+  assert streams == [(rollout.TRAIN, n) for n in (0, *rules.refills(0))]
   assert len(groups.kept) == 4 and metrics['filter/refills'] == 2
 
 

@@ -121,6 +121,24 @@ def test_shrinking_is_cumulative_and_survives_a_checkpoint():
   )
 
 
+def test_a_resumed_run_that_only_warns_has_updates_of_full_size():
+  state = guard.GuardState(step_scale=0.25)
+  for action, scale in (('warn', 1), ('shrink', 0.25), ('rollback', 0.25)):
+    parts = types.SimpleNamespace(
+      guard=guard.Guard(action=action),
+      critic=None,
+      config=types.SimpleNamespace(checkpoint=types.SimpleNamespace(every=9)),
+    )
+    assert parts.guard.step_scale(state) == scale
+    history = run_state.History(iteration=4, guard_state=state)
+    _, history, metrics = rollback.check_alarms(
+      parts, None, 'state', history, HEALTHY
+    )
+    assert metrics.get('guard/step_scale', 1) == scale
+    # Another action may follow.
+    assert history.guard_state.step_scale == 0.25
+
+
 def test_alarms_are_printed_and_kept(capsys):
   parts = types.SimpleNamespace(
     guard=guard.Guard(action='shrink', max_kl=1e-5), critic=None

@@ -225,6 +225,25 @@ def test_levels_depend_on_split_index_and_seed_only():
   assert len(texts | {first.task}) == 3
 
 
+def test_the_levels_of_the_splits_stay_the_same():
+  levels = []
+  for split in ('train', 'valid', 'test'):
+    level = keydoor.tasks(split).level(0)
+    cells = (level.start.cell, *level.doors, *level.keys, level.exit)
+    levels.append((level.steps, ' '.join(map(level.name, cells))))
+  assert levels == [
+    (28, 'a4 e3 j4 a3 c4 g4 c2 n1'),
+    (22, 'd3 e3 j4 d4 c1 i1 b3 l3'),
+    (23, 'd3 e1 j1 c1 f2 d2 l3 n4'),
+  ]
+
+
+@pytest.mark.parametrize('steps', [5, 8])
+def test_levels_of_a_single_length(steps):
+  options = dataclasses.replace(SMALL, solution_steps=(steps, steps))
+  assert keydoor_levels.generate('train', 0, options).steps == steps
+
+
 def test_task_types_are_thirds_of_the_length():
   tasks = envs.tasks('keydoor', 'valid')
   level = tasks.level(0)
@@ -238,6 +257,23 @@ def test_the_expert_solves_every_level():
     steps = list(env.demonstrate(base.Task('test', index), noise=0.0, seed=0))
     assert len(steps) == env._level.steps
     assert env._state.cell == env._level.exit
+
+
+def test_the_expert_needs_no_more_steps_than_the_solution(monkeypatch):
+  options = {'solution_steps': (len(SOLUTION), len(SOLUTION))}
+  env = _make(monkeypatch, generator=options, max_steps=len(SOLUTION))
+  steps = list(env.demonstrate(TASK, noise=0.0, seed=0))
+  assert len(steps) == len(SOLUTION) and env._state.cell == LEVEL.exit
+
+
+def test_the_mistakes_of_the_expert_depend_on_seed_and_task(monkeypatch):
+  env = _make(monkeypatch)  # All tasks have the same level.
+  responses = [
+    [r for _, r in env.demonstrate(base.Task('train', n), noise=0.9, seed=seed)]
+    for n, seed in ((3, 0), (3, 0), (4, 0), (3, 1))
+  ]
+  assert responses[0] == responses[1]
+  assert responses[0] != responses[2] and responses[0] != responses[3]
 
 
 def test_the_expert_names_where_it_goes(monkeypatch):

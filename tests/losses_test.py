@@ -130,6 +130,15 @@ def test_ratios_above_the_dual_clip_are_counted_for_negative_advantages():
   np.testing.assert_array_equal(metrics['ratio/clipped_high'], [[1, 0], [0, 0]])
 
 
+def test_low_ratios_are_clipped_for_negative_advantages():
+  # Ratios 1 / e and 1 in both rows; advantages 1 and -1.
+  inputs = arguments(mask=jnp.ones((2, 2), bool))
+  inputs['old_log_probs'] = inputs['log_probs'] + jnp.array([[1.0, 0], [1, 0]])
+  _, metrics = policy_gradient(inputs)
+  np.testing.assert_array_equal(metrics['ratio/clipped_low'], [[0, 0], [1, 0]])
+  np.testing.assert_array_equal(metrics['ratio/clipped_high'], 0)
+
+
 @pytest.mark.parametrize(
   'loss',
   [losses.PolicyGradient(clip_epsilon=0.5, kl_weight=0.5), losses.Supervised()],

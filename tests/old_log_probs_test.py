@@ -85,7 +85,8 @@ def test_old_log_probs(name, gap, reused, passes):
 
 @pytest.mark.parametrize(('gap', 'weight'), [(0.5, np.exp(0.5)), (0.001, 1.0)])
 def test_importance_is_one_with_the_log_probs_of_the_sampler(gap, weight):
-  columns, *_, rows, _ = _choose('auto', gap, tis_clip=2.0)
+  columns, _, passes, rows, _ = _choose('auto', gap, tis_clip=2.0)
+  assert passes == (weight != 1)  # No pass is needed for weights of 1.
   weights = np.broadcast_to(columns['importance'], rows.completion_mask.shape)
   np.testing.assert_allclose(weights[rows.completion_mask], weight, rtol=1e-5)
 

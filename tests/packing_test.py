@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from gigpo_jax import batch, packing
+from gigpo_jax import batch, packing, row_packs
 
 
 def _rows(prompts, completions, longest_prompt=8, longest_completion=4):
@@ -378,11 +378,34 @@ def test_packs_fill_sequences_as_well_as_possible():
   np.testing.assert_array_equal(only.rows, [0, 3, 5, 2, 1, 4])
 
 
+@pytest.mark.parametrize('fills_best', [False, True])
+def test_packs_have_no_more_completion_tokens_than_fit(fills_best):
+  # Both fill a sequence of 10 tokens, with one completion token too many.
+  short, long = row_packs.Pack([0], 4, 1), row_packs.Pack([1], 6, 3)
+  packs = row_packs.Packs([short, long], fills_best=fills_best)
+  assert [packs.take(10, 3) for _ in range(3)] == [[long], [short], []]
+
+
+def test_groups_are_divided_between_episodes():
+  # The second part is filled to the last row; an episode of five is not cut.
+  episodes = np.repeat([7, 8, 9, 5], [3, 2, 2, 5])
+  parts = row_packs.divide(np.arange(12), episodes, 4)
+  assert [list(part) for part in parts] == [
+    [0, 1, 2],
+    [3, 4, 5, 6],
+    [7, 8, 9, 10, 11],
+  ]
+  assert len(row_packs.divide(np.arange(12), episodes, 12)) == 1
+
+
 def test_a_row_that_is_too_long_is_refused():
   rows = _rows([[1] * 8], [[2] * 4])
   with pytest.raises(ValueError, match='a row has 12 tokens'):
     next(packing.Packer(8, 1, (8,), 4).microbatches(rows, np.array([0])))
   # A sequence has room for two completions of the longest length.
-  rows = _rows([[1]], [[2] * 5])
+  packer = packing.Packer(8, 1, (8,), 2)
+  rows = _rows([[1]] * 2, [[2] * 4, [2] * 5], longest_completion=5)
+  (only,) = packer.microbatches(rows, np.array([0]))
+  assert only.mask.sum() == 4
   with pytest.raises(ValueError, match='5 completion tokens; must be at least'):
-    next(packing.Packer(8, 1, (8,), 2).microbatches(rows, np.array([0])))
+    next(packer.microbatches(rows, np.array([1])))

@@ -355,6 +355,90 @@ def test_reward_functions_score_training_episodes_only(text, purpose, expected):
   assert len(submitted) == expected
 
 
+def test_reward_functions_score_paused_episodes_at_their_end(text):
+  submitted = []
+  scorer = types.SimpleNamespace(
+    submit=submitted.append,
+    poll=lambda: None,
+    finish=lambda: None,
+    apply=lambda ticket, episode: episode,
+  )
+  batch = rollout.EpisodeBatch(
+    [base.Task('train', 0)],
+    1,
+    (rollout.TRAIN, 0),
+    sampler.Sampling(),
+    pause_after=1,
+  )
+  with pools.make(0, 1) as pool:
+    runner = rollout.EpisodeRunner(
+      pool, ScriptedSampler(text), text, 200, 'error', scorer=scorer
+    )
+    ((paused,),) = runner.run_batches({}, [batch])
+    assert paused.is_paused and not submitted
+    batch = dataclasses.replace(
+      batch, tasks=(), paused=[paused], pause_after=None
+    )
+    ((episode,),) = runner.run_batches({}, [batch])
+  assert [len(e.steps) for e in submitted] == [len(episode.steps)]
+  assert episode.success
+
+
+class _LosingPool:
+  """Ends episodes with their first step; loses env 2 while a policy samples."""
+
+  num_envs = 3
+
+  def __init__(self):
+    self.steps, self._replies = [], []
+    self._observation = toy.Env().reset(base.Task('train', 0))
+
+  def reset(self, env, task):
+    del task
+    self._replies.append((env, self._observation))
+
+  def step(self, env, response, turn):
+    del response, turn
+    result = base.StepResult(None, 1.0, True, 'right', True, True)
+    self._replies.append((env, result))
+    if not self.steps:
+      lost = env_pool.Failure(2, base.Task('train', 2), '', 'died', 'lost')
+      self._replies.append((2, lost))
+    self.steps.append(env)
+
+  def receive(self, timeout_secs):
+    del timeout_secs
+    replies, self._replies = self._replies, []
+    return replies
+
+
+class _OrderedSampler(ScriptedSampler):
+  """Completes one request in a step, the oldest first."""
+
+  def step(self):
+    oldest = self._queue[:1]
+    del self._queue[:1]
+    return [(ticket, self._complete(request)) for ticket, request in oldest]
+
+
+def test_a_late_response_is_not_for_the_next_episode(text):
+  # The fourth episode starts in env 2 before the third one's response is there.
+  pool = _LosingPool()
+  runner = rollout.EpisodeRunner(
+    pool, _OrderedSampler(text), text, 200, 'error', 'async'
+  )
+  trajectories = runner.run(
+    {},
+    [base.Task('train', index) for index in range(4)],
+    episodes_per_group=1,
+    stream=(rollout.TRAIN, 6),
+    sampling=sampler.Sampling(),
+  )
+  assert [t.failure for t in trajectories] == ['', '', 'died: lost', '']
+  assert [len(t.steps) for t in trajectories] == [1, 1, 0, 1]
+  assert pool.steps == [0, 1, 2]
+
+
 @pytest.mark.parametrize('schedule', rollout.SCHEDULES)
 def test_episodes_may_fail_after_their_observation(text, schedule):
   # Task 4 kills the worker; the replay of task 0 then differs.

@@ -80,6 +80,16 @@ def test_unused_ids_do_not_count_for_truncation(options):
   np.testing.assert_array_equal(kept, [[True, False, False, False]])
 
 
+def test_tokens_that_have_exactly_the_mass_of_top_p_are_sufficient():
+  logits = np.float32([[1, 3, 2]])
+  top_p = jax.nn.softmax(logits).max(axis=-1)
+  zero = np.zeros(1, np.int32)
+  kept = sampling.truncate(
+    logits, np.ones((1, 3), bool), zero, top_p, zero.astype('f4')
+  )
+  np.testing.assert_array_equal(kept, [[False, True, False]])
+
+
 def test_sample_index_by_hand():
   weights = np.float32([[0, 2, 0, 1, 0]] * 4)
   # log 2 + noise against log 1 + noise; others have no weight.

@@ -69,6 +69,19 @@ def test_lambda_1_gives_the_step_advantage_without_deviation():
     np.testing.assert_array_equal(actual, exact)
 
 
+@pytest.mark.parametrize('step_lambda', [0.0, 0.5, 1.0])
+def test_generalized_advantages_discount_gaps_by_their_length(step_lambda):
+  # Episode 0 takes step 0 in state a and step 3 in b, with reward 8; episodes 1
+  # and 2 fail in a and in b. V is 0.5 in a, 4 in b. delta: 4 / 8 - 0.5, 4, -0.5
+  # and -4; the decay from step 0 to step 3 is (lambda / 2)^3.
+  rows = algorithm_rows.golden_rows().take(np.arange(4))
+  rows.episodes[:], rows.steps[:] = [0, 0, 1, 2], [0, 3, 0, 0]
+  rows.anchors[:], rows.rewards[:] = [0, 1, 0, 1], [0, 8, 0, 0]
+  actual, _ = generalized(rows, step_lambda)
+  expected = [step_lambda**3 / 2, 4, -0.5, -4]
+  np.testing.assert_allclose(actual, expected, atol=1e-6)
+
+
 def failed_action():
   """Returns a group with a failed action, by state.
 
@@ -189,3 +202,20 @@ def test_equal_returns_in_a_state_of_many_steps_have_no_advantage(name):
     rows.rewards[last] = reward
     output = algorithms.make(name, discount=1.0).compute_advantages(rows)
     np.testing.assert_array_equal(output.advantages, 0)
+
+
+@pytest.mark.parametrize('name', ['g2po', 'pgpo'])
+def test_equal_means_of_different_returns_are_equal(name):
+  # From state 0, three episodes go to state 1 and three to state 2. Both have
+  # the returns .1, .3 and .7, whose means differ in their last bits.
+  rows = algorithm_rows.golden_rows().take(np.zeros(12, int))
+  rows.episodes[:] = np.repeat(range(6), 2)
+  rows.steps[:] = np.tile(range(2), 6)
+  rows.rewards[rows.steps == 1] = [0.1, 0.3, 0.7, 0.7, 0.1, 0.3]
+  via = np.repeat([1, 2], 6)
+  rows.anchors[:] = np.where(rows.steps == 0, 0, via)
+  rows.next_anchors[:] = np.where(rows.steps == 0, via, -1)
+  rows.success[:] = False
+  output = algorithms.make(name).compute_advantages(rows)
+  one, other = output.advantages[::2].reshape(2, 3)
+  np.testing.assert_allclose(one, other[[1, 2, 0]], atol=1e-3)

@@ -64,7 +64,9 @@ def check_alarms(
   if after.step_scale != before.step_scale:
     console.log(f'later updates have {after.step_scale:g} of their size')
   history = dataclasses.replace(history, guard_state=after)
-  return state, history, guard.metrics(after, alarms)
+  # Without effect, the scale of an earlier start of the run is no metric.
+  shown = dataclasses.replace(after, step_scale=parts.guard.step_scale(after))
+  return state, history, guard.metrics(shown, alarms)
 
 
 def restore(
