@@ -16,7 +16,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import ml_collections
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
@@ -462,18 +461,18 @@ def is_per_row(name: str) -> bool:
 
 
 def refuse_rows(
-  config: ml_collections.ConfigDict, reason: str, *, accepted: str
+  loss: Mapping[str, Any], reason: str, *, accepted: str
 ) -> Iterator[str]:
   """Yields a line if the loss has one ratio or one error per row.
 
   Args:
-    config: the experiment.
+    loss: options of the loss, `config.loss`.
     reason: why tokens need their own ones.
     accepted: what is accepted instead of a ratio per row.
   """
-  if is_per_row(config.loss.name):
-    yield f'loss.name={config.loss.name}: {reason}; must be another loss'
-  elif config.loss.ratio_level == 'row':
+  if is_per_row(loss['name']):
+    yield f'loss.name={loss["name"]}: {reason}; must be another loss'
+  elif loss['ratio_level'] == 'row':
     yield f'loss.ratio_level=row: {reason}; {accepted}'
 
 

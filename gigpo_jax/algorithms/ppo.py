@@ -35,7 +35,7 @@ def conflicts(config: ml_collections.ConfigDict) -> Iterator[str]:
   """Yields a line if the loss is one of rows but tokens have advantages."""
   if config.algorithm.gae_level == 'token':
     yield from losses.refuse_rows(
-      config,
+      config.loss,
       'each token of a row has its own advantage',
       accepted='needs algorithm.gae_level=turn',
     )

@@ -29,7 +29,7 @@ from gigpo_jax import advantages, algorithms, batch, losses, options
 def conflicts(config: ml_collections.ConfigDict) -> Iterator[str]:
   """Yields a line if the loss has one ratio or one error per row."""
   reason = 'each token of a row has its own advantage'
-  yield from losses.refuse_rows(config, reason, accepted='must be token')
+  yield from losses.refuse_rows(config.loss, reason, accepted='must be token')
 
 
 @dataclasses.dataclass(frozen=True)

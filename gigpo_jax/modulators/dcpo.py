@@ -30,7 +30,7 @@ _WARM, _COOL = 'log_probs@1.2', 'log_probs@0.8'
 def conflicts(config: ml_collections.ConfigDict) -> Iterator[str]:
   """Yields a line if the loss has one ratio or one error per row."""
   reason = 'dcpo gives each token an advantage of its own'
-  yield from losses.refuse_rows(config, reason, accepted='must be token')
+  yield from losses.refuse_rows(config.loss, reason, accepted='must be token')
 
 
 @dataclasses.dataclass(frozen=True)
