@@ -330,11 +330,8 @@ def test_reward_functions_score_episodes_while_others_run(text, schedule):
       assert before.steps[0].result.reward == after.steps[0].result.reward
 
 
-@pytest.mark.parametrize(
-  ('purpose', 'expected'),
-  [(rollout.TRAIN, 1), (rollout.EVALUATION, 0), (rollout.CONTINUATION, 0)],
-)
-def test_reward_functions_score_training_episodes_only(text, purpose, expected):
+def _recording_scorer():
+  """Returns a scorer that changes nothing, and a list of what it received."""
   submitted = []
   scorer = types.SimpleNamespace(
     submit=submitted.append,
@@ -342,6 +339,15 @@ def test_reward_functions_score_training_episodes_only(text, purpose, expected):
     finish=lambda: None,
     apply=lambda ticket, episode: episode,
   )
+  return scorer, submitted
+
+
+@pytest.mark.parametrize(
+  ('purpose', 'expected'),
+  [(rollout.TRAIN, 1), (rollout.EVALUATION, 0), (rollout.CONTINUATION, 0)],
+)
+def test_reward_functions_score_training_episodes_only(text, purpose, expected):
+  scorer, submitted = _recording_scorer()
   with pools.make(0, 1) as pool:
     rollout.EpisodeRunner(
       pool, ScriptedSampler(text), text, 200, 'error', scorer=scorer
@@ -356,13 +362,7 @@ def test_reward_functions_score_training_episodes_only(text, purpose, expected):
 
 
 def test_reward_functions_score_paused_episodes_at_their_end(text):
-  submitted = []
-  scorer = types.SimpleNamespace(
-    submit=submitted.append,
-    poll=lambda: None,
-    finish=lambda: None,
-    apply=lambda ticket, episode: episode,
-  )
+  scorer, submitted = _recording_scorer()
   batch = rollout.EpisodeBatch(
     [base.Task('train', 0)],
     1,
