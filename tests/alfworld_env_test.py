@@ -51,6 +51,7 @@ def test_inadmissible_action_is_invalid_if_required(required: bool):
   env = _env(require_admissible=required)
   env.reset(TASK)
   assert env.step(_respond('fly to moon 1')).valid is not required
+  assert not env.step('look').valid  # admissible, but without tags
 
 
 def test_history_holds_the_last_k_turns():
@@ -142,6 +143,11 @@ def test_state_remembers_a_hidden_effect():
   cold = _anchors(task, [*plan[:heat], plan[heat + 1]])[-1]
   assert heated.startswith('You heat') and heated.endswith(cold)
   assert heated != cold
+  # The next episode does not remember it.
+  first = env.reset(task).anchor
+  for command in plan[: heat + 1]:
+    env.step(_respond(command))
+  assert env.reset(task).anchor == first
 
 
 def test_demonstrations_win_and_are_reproducible():

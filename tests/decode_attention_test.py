@@ -93,11 +93,12 @@ def test_plain_attention_by_hand():
   q, stack = _inputs(size=16, length=40)
   k, v = (np.asarray(stack[name], np.float64)[1, 1] for name in 'kv')
   # Query head 4 belongs to key/value head 1; position 6 is the seventh slot.
-  scores = np.asarray(q, np.float64)[1, 0, 4] @ k[1][:, :7] / 4
-  weights = np.exp(scores - scores.max())
-  expected = weights @ v[1][:7] / weights.sum()
-  output = _attend(q, stack, [[0], [6], [39]])
-  np.testing.assert_allclose(output[1, 0, 4], expected, atol=2e-6)
+  for window, first in ((0, 0), (3, 4)):
+    scores = np.asarray(q, np.float64)[1, 0, 4] @ k[1][:, first:7] / 4
+    weights = np.exp(scores - scores.max())
+    expected = weights @ v[1][first:7] / weights.sum()
+    output = _attend(q, stack, [[0], [6], [39]], window=window)
+    np.testing.assert_allclose(output[1, 0, 4], expected, atol=2e-6)
 
 
 def test_a_kernels_row_depends_neither_on_other_rows_nor_on_the_length():

@@ -346,6 +346,13 @@ def test_shuffling_is_a_function_of_seed_and_iteration():
   assert not np.array_equal(first.params['embed'], other.params['embed'])
 
 
+def test_metrics_of_packs_are_those_of_the_update():
+  rows, subject = make_rows(), make_learner()
+  subject.log_probs(params(), rows)
+  _, metrics = step(subject, rows)
+  assert metrics['packs/tokens'] == rows.lengths.sum()
+
+
 def test_supervised_loss_decreases_without_a_reference():
   subject = make_learner(
     loss=losses.Supervised(),
@@ -378,6 +385,22 @@ def test_sampler_difference_by_hand():
     },
     abs=1e-5,
   )
+
+
+def test_rows_of_earlier_policies_do_not_count_as_a_sampler_difference():
+  rows, subject = make_rows(), make_learner()
+  old = rows.sampler_log_probs.copy()
+  old[:2, 0] += [1, 0.25]
+  rows.ages[0] = 1
+  metrics = subject.sampler_difference(params(), rows, old)
+  assert metrics['sampler/log_prob_difference_max'] == pytest.approx(
+    0.25, abs=1e-5
+  )
+  assert metrics['sampler/sequence_ratio_max'] == pytest.approx(
+    np.exp(0.25), abs=1e-5
+  )
+  rows.ages[:] = 1
+  assert not subject.sampler_difference(params(), rows, old)
 
 
 def test_sampler_difference_when_training_on_its_log_probs():
@@ -529,3 +552,21 @@ def test_a_loss_of_another_module_trains():
   # The advantages of all 8 rows are negative.
   assert metrics['loss/negative'] == 1
   assert metrics['update/count'] == 1
+
+
+def test_the_loss_of_padding_does_not_count():
+  rows = make_rows()
+
+  def of_tokens(padding):
+    return losses.FunctionLoss(
+      lambda outputs, tokens: (
+        jnp.where(tokens.mask, -tokens.advantages * outputs.log_probs, padding),
+        {},
+      )
+    )
+
+  expected, plain = step(sgd(loss=of_tokens(0)), rows)
+  actual, metrics = step(sgd(loss=of_tokens(jnp.nan)), rows)
+  assert metrics['update/skipped'] == 0
+  assert metrics['loss/total'] == plain['loss/total']
+  assert_trees_close(actual.params, expected.params, 0)

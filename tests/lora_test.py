@@ -61,6 +61,12 @@ def test_new_adapters_do_not_change_the_logits():
   )
 
 
+def test_a_joint_matrix_needs_all_of_its_targets():
+  assert lora.Lora(4, targets=('q', 'k', 'v')).adapts('qkvz')
+  some = lora.Lora(4, targets=('q', 'v'))
+  assert some.adapts('q') and not some.adapts('qkvz')
+
+
 def test_merged_matrix_by_hand():
   # W = 0, so y = (alpha / rank) * b (a x) with 2 / 1, a = (1, 1), b = 3.
   params = {

@@ -44,9 +44,9 @@ def test_the_state_does_not_depend_on_what_decays():
 
 def test_linear_decay_by_hand():
   adamw = optimizer.AdamW(0.5, warmup_updates=2, decay_updates=4)
-  rates = [float(adamw.schedule(jnp.array(k))) for k in range(5)]
-  # Warm-up 1/2, 1, 1, ..; decay 1, 3/4, 1/2, 1/4, 0.
-  assert rates == [0.25, 0.375, 0.25, 0.125, 0]
+  rates = [float(adamw.schedule(jnp.array(k))) for k in range(7)]
+  # Warm-up 1/2, 1, 1, ..; decay 1, 3/4, 1/2, 1/4, 0, 0, 0.
+  assert rates == [0.25, 0.375, 0.25, 0.125, 0, 0, 0]
 
 
 def test_cosine_decay_by_hand():

@@ -168,7 +168,7 @@ def test_logits_agree_with_transformers(  # noqa: PLR0913
 
 
 @pytest.mark.parametrize(
-  ('theta', 'length'), [(1e4, 40), (1e6, 32768), (2.0, 4096)]
+  ('theta', 'length'), [(1e4, 40), (1e6, 32768), (2.0, 4096), (10.0, 128)]
 )
 def test_yarn_has_the_angles_of_transformers(torch, theta, length):
   from transformers import Qwen2Config, modeling_rope_utils

@@ -134,6 +134,13 @@ def test_rewards_lose_the_kl_and_the_length_penalty():
   assert 'reward/kl' not in shaping.shape(rows, old, reference)[1]
 
 
+def test_the_mean_length_penalty_is_one_of_real_rows():
+  rows = algorithm_rows.golden_rows()  # 8 of one token, and 2 of padding
+  shaping = reward_shaping.RewardShaping(overlong_buffer=1)
+  _, metrics = shaping.shape(rows, rows.sampler_log_probs, None)
+  assert metrics == {'reward/overlong': 1}
+
+
 def test_without_options_rows_stay():
   rows = algorithm_rows.golden_rows()
   shaped, metrics = reward_shaping.RewardShaping().shape(

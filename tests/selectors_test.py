@@ -146,6 +146,17 @@ def test_dropped_rows_keep_their_reward():
   np.testing.assert_array_equal(np.flatnonzero(kept.real), [0, 1, 3, 4, 5])
 
 
+def test_a_shared_turn_is_kept_with_either_episode():
+  rows = algorithm_rows.golden_rows()
+  # The episodes have the returns 10, 0 and 10; the first two share a turn, of
+  # which another selector drops the second copy.
+  rows.responses[3] = rows.responses[0]
+  left = selectors.keep(rows, np.arange(10) != 3)
+  subject = best_and_worst.Selector(kept_episodes=2)
+  chosen = subject(np.ones(10), left, plugins.Signals(rows=rows))
+  np.testing.assert_array_equal(np.flatnonzero(chosen), [0, 4, 5, 6, 7])
+
+
 def test_invalid_responses_count_as_in_the_algorithm():
   # Four failures, of which one has an invalid response; GRPO's advantages are
   # 1/2, -3/2, 1/2 and 1/2.
@@ -193,6 +204,10 @@ def test_levels_of_mismatch_by_hand():
   np.testing.assert_array_equal(keeps('token', 3.0)[0, :2], [False, True])
   assert not keeps('row', 1.9)[0] and keeps('row', 2.1)[0]
   assert not keeps('row_mean', 1.4)[0] and keeps('row_mean', 1.5)[0]
+  # Both ends of the range are in it.
+  outputs['log_probs'][:] = 0
+  exact = mismatch.Selector(mismatch_low=1.0, mismatch_high=1.0)
+  assert exact(np.ones(1), rows, signals).all()
 
 
 def token_signals(probs, features, sampled, learning_rate):

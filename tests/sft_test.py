@@ -441,8 +441,9 @@ def test_replayed_rows_hold_the_stored_log_probs(text, monkeypatch):
       'max_prompt_tokens=320: a step of .* has 400 tokens',
     ),
     ((True, True, True, True), {}, 'outside the vocabulary of 270 tokens'),
+    ((True,), {'prompt': 270}, 'outside the vocabulary of 270 tokens'),
   ],
-  ids=['tokenizer', 'none', 'long', 'ids'],
+  ids=['tokenizer', 'none', 'long', 'ids', 'first id'],
 )
 def test_unusable_episodes_are_refused(text, successes, changes, message):
   changes = {'fingerprint': text.fingerprint} | changes

@@ -83,6 +83,8 @@ def test_pushing_a_box_off_its_target_costs_one_point(monkeypatch):
 
 def test_shortest_solutions_worked_out_by_hand():
   assert len(sokoban.solve(ROOM, ROOM.start)) == 6
+  assert len(sokoban.solve(ROOM, ROOM.start, 6)) == 6
+  assert sokoban.solve(ROOM, ROOM.start, 5) is None
   # A box in a corner without a target cannot be moved again.
   stuck = sokoban.State(9, frozenset([7, 14]))
   assert sokoban.solve(ROOM, stuck) is None
@@ -125,6 +127,14 @@ def test_the_oracle_plans_again_after_a_random_action():
     if env._state.boxes != env._level.targets and env._narrator.step < 40:
       assert sokoban.solve(env._level, env._state) is None
   assert 10 < solved < 30
+
+
+def test_the_oracle_stops_if_no_solution_fits_into_the_steps():
+  env = sokoban.Env(max_steps=15)
+  for index in range(10):
+    for _ in env.demonstrate(base.Task('train', index), noise=0.5, seed=1):
+      steps_left = 15 - env._narrator.step
+      assert sokoban.solve(env._level, env._state, steps_left)
 
 
 def test_random_play_ends():
@@ -255,6 +265,13 @@ def test_invalid_arguments_are_errors_in_one_line(changes, message):
   with pytest.raises(ValueError, match=message) as error:
     envs.tasks('sokoban', 'train', **changes)
   assert len(str(error.value).splitlines()) == 1
+
+
+def test_splits_and_base_seeds_share_no_seed():
+  firsts = [
+    seeds.Seeds(split, n)[0] for n in range(3) for split in seeds.SPLITS
+  ]
+  assert firsts == [100_000 * n for n in range(9)]
 
 
 def test_unknown_splits_are_errors():

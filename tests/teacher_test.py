@@ -162,6 +162,13 @@ def test_every_minibatch_gets_a_share_of_the_rows():
   assert metrics['teacher/tokens'] == whole['teacher/tokens'] > 0
 
 
+def test_padding_of_the_teacher_takes_no_share():
+  taught = teacher.TeacherBatch(make_rows(seed=1), 0.5)  # 8 rows and padding
+  subject = sgd(loss=LOSS, teacher_loss=teacher.Imitation('none'))
+  shares = [subject._teacher_part(taught, n, 2)[2].tolist() for n in range(2)]
+  assert shares == [[0, 1, 2, 3], [4, 5, 6, 7]]
+
+
 def test_minibatches_without_rows_of_the_teacher_are_rl():
   one = _batch(1.0)
   one = dataclasses.replace(one, rows=one.rows.take(np.array([0])))
@@ -178,7 +185,8 @@ def test_replayed_ratios_by_hand():
   # Behaviour .25 and policy .5: ratio 2, clipped at 1.2 for A > 0 only.
   options = teacher.Options(mu_peak=1.0, loss='replay')
   config = alfworld.get_config('mini').loss.to_dict()
-  loss = teacher.make_loss(options, config | {'entropy_weight': 0.7})
+  others = {'entropy_weight': 0.7, 'kl_weight': 0.1}
+  loss = teacher.make_loss(options, config | others)
   log_probs = jnp.log(jnp.array([[0.5, 0.5, 0.25, 0.9]]))
   outputs = token_batch.PolicyOutputs(log_probs, jnp.ones_like(log_probs))
   mask = jnp.array([[True, True, True, False]])

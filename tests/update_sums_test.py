@@ -56,6 +56,14 @@ def test_skipped_updates_in_a_row_continue_those_of_the_last_iteration():
     assert np.isnan(metrics[name])
 
 
+def test_as_many_skipped_updates_as_the_limit_are_a_problem():
+  metrics = {'critic/most_skipped_in_row': 2.0}
+  assert update_sums.skipped_problem(metrics, 3, 'critic') == ''
+  assert update_sums.skipped_problem(metrics, 2, 'critic').startswith(
+    'learner.max_skipped_in_row=2: the loss or gradient of 2 successive updates'
+  )
+
+
 def test_tokens_of_a_teacher_have_their_own_mean():
   sums = _zeros().add(
     {'teacher/loss': jnp.array([3.0, 5.0, 99.0])},

@@ -1,5 +1,6 @@
 """Tests of pages, goals, rewards and damaged data, with three products."""
 
+import dataclasses
 import io
 import json
 import math
@@ -322,6 +323,8 @@ def test_rewards_worked_out_by_hand(catalogue):
   goal = find_goal(catalogue, color='wine red', size='large')
   bought = {'color': 'wine red', 'size': 'large'}
   assert reward.score(mug, goal, price=9.5, options=bought)[0] == 1.0
+  limit = goal.price_upper
+  assert reward.score(mug, goal, price=limit, options=bought)[0] == 1.0
   # Price above the limit: (1 + 2 + 0) / (1 + 2 + 1).
   assert reward.score(mug, goal, price=999.0, options=bought)[0] == 0.75
   # No options: (1 + 0 + 1) / 4.
@@ -335,6 +338,27 @@ def test_rewards_worked_out_by_hand(catalogue):
   # One noun of three, 'mug', in common: the title score is above 0.2.
   _, parts = reward.score(rack, goal, price=9.5, options={})
   assert parts['r_type'] == 1.0
+
+
+@pytest.mark.parametrize(
+  ('title_score', 'shared', 'expected'),
+  [
+    (0.09, 'Home & Kitchen › Dining', 0.1),
+    (0.1, 'Home & Kitchen', 0.5),
+    (0.1, 'Home & Kitchen › Dining', 1.0),
+    (0.2, 'Home & Kitchen', 0.5),
+    (0.21, '', 1.0),
+  ],
+)
+def test_type_scores_worked_out_by_hand(
+  catalogue, monkeypatch, title_score, shared, expected
+):
+  monkeypatch.setattr(titles, 'overlap', lambda *_: title_score)
+  goal = find_goal(catalogue, color='wine red', size='large')
+  goal = dataclasses.replace(
+    goal, query='cups', product_category=f'{shared} › Cups'
+  )
+  assert reward.type_score(catalogue[0], goal) == expected
 
 
 def test_wanted_pairs_are_compared_as_text():

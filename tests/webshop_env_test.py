@@ -90,6 +90,8 @@ def test_a_search_without_a_search_bar_works_but_is_inadmissible():
   first, second = _play(env, 'search[shoes]', 'search[lamps]')
   assert first.valid and not second.valid
   assert first.observation.anchor != second.observation.anchor
+  env.reset(TASK)
+  assert not env.step('search[shoes]').valid  # It has no tags.
 
 
 def test_history_holds_the_last_k_turns():
