@@ -402,8 +402,6 @@ def test_too_long_prompt_raises(params):
   ('changes', 'problem'),
   [
     ({'prompt_ids': np.zeros(0, np.int32)}, 'a prompt has 0 tokens'),
-    ({'prompt_ids': np.array([3, 10**6])}, 'token ids from 3 to 1000000; must'),
-    ({'prompt_ids': np.array([3, -1])}, 'token ids from -1 to 3; must'),
     ({'stream': (0, 0, 0, 0)}, 'must be 5 integers'),
     ({'stream': (0, 0, 0, 0, 2**32)}, 'must be 5 integers'),
     ({'stream': (0, 0, 0, 0, -1)}, 'must be 5 integers'),
