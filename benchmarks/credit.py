@@ -237,8 +237,7 @@ def method_advantages(config, changed, algorithm, episodes, values=None):
   if config_lib.env_kwargs(changed) != config_lib.env_kwargs(config):
     episodes = with_anchors(changed, episodes)
   rows = make_rows(changed, episodes)
-  inputs = (rows, values) if algorithm.needs_values else (rows,)
-  advantages = algorithm.compute_advantages(*inputs).advantages
+  advantages = algorithms.compute(algorithm, rows, values, {}).advantages
   if advantages.ndim == 1:
     return advantages
   return row_stats.token_means(advantages, rows.completion_mask)

@@ -155,6 +155,16 @@ class Guard:
       state = dataclasses.replace(state, rollbacks=state.rollbacks + 1)
     return state, lines
 
+  def metrics(self, state: GuardState, alarms: list[str]) -> dict[str, float]:
+    """Returns metrics of an iteration; none before the first alarm."""
+    values = {'guard/alarms': float(len(alarms))} if alarms else {}
+    scale = self.step_scale(state)
+    if scale != 1:
+      values['guard/step_scale'] = scale
+    if state.rollbacks:
+      values['guard/rollbacks'] = float(state.rollbacks)
+    return values
+
   def _extend(
     self, state: GuardState, metrics: Mapping[str, float]
   ) -> GuardState:
@@ -194,13 +204,3 @@ class Guard:
           f'{name}={value:.3g}: {side} guard.{option}={level:g}{relative}'
         )
     return lines
-
-
-def metrics(state: GuardState, alarms: list[str]) -> dict[str, float]:
-  """Returns metrics; none before the first alarm."""
-  values = {'guard/alarms': float(len(alarms))} if alarms else {}
-  if state.step_scale != 1:
-    values['guard/step_scale'] = state.step_scale
-  if state.rollbacks:
-    values['guard/rollbacks'] = float(state.rollbacks)
-  return values

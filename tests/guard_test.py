@@ -70,7 +70,7 @@ def test_alarms(changes, alarm):
   same, alarms = subject.check(state, HEALTHY | changes)
   assert alarms == ([alarm] if alarm else [])
   assert same == state
-  assert guard.metrics(same, alarms) == ({'guard/alarms': 1} if alarm else {})
+  assert subject.metrics(same, alarms) == ({'guard/alarms': 1} if alarm else {})
 
 
 def test_levels_of_0_are_off():
@@ -105,12 +105,12 @@ def test_shrinking_is_cumulative_and_survives_a_checkpoint():
   bad = HEALTHY | {'ratio/kl': 1.0}
   for scale in (0.5, 0.25):
     state, alarms = subject.check(state, bad)
-    assert guard.metrics(state, alarms) == {
+    assert subject.metrics(state, alarms) == {
       'guard/alarms': 1,
       'guard/step_scale': scale,
     }
   state, alarms = subject.check(state, HEALTHY)
-  assert guard.metrics(state, alarms) == {'guard/step_scale': 0.25}
+  assert subject.metrics(state, alarms) == {'guard/step_scale': 0.25}
   history = run_state.History(iteration=4, guard_state=state)
   stored = json.loads(json.dumps(history.to_json()))
   assert run_state.History.from_json(stored, 4).guard_state == state

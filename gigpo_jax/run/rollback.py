@@ -16,7 +16,7 @@ import dataclasses
 
 import jax
 
-from gigpo_jax import checkpoint, guard
+from gigpo_jax import checkpoint
 from gigpo_jax.run import run_builders, run_state
 from gigpo_jax.runtime import console
 
@@ -64,9 +64,7 @@ def check_alarms(
   if after.step_scale != before.step_scale:
     console.log(f'later updates have {after.step_scale:g} of their size')
   history = dataclasses.replace(history, guard_state=after)
-  # Without effect, the scale of an earlier start of the run is no metric.
-  shown = dataclasses.replace(after, step_scale=parts.guard.step_scale(after))
-  return state, history, guard.metrics(shown, alarms)
+  return state, history, parts.guard.metrics(after, alarms)
 
 
 def restore(
