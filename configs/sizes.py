@@ -171,7 +171,13 @@ def use_smoke(config: ml_collections.ConfigDict) -> None:
   config.num_iterations = 2
   config.rollout.groups = 4
   config.rollout.episodes_per_group = 4
+  # One bucket each, because compilation takes most of the time.
   config.rollout.batch_buckets = (16,)
+  longest = config.rollout.max_prompt_tokens
+  config.rollout.prompt_buckets = (longest,)
+  config.learner.length_buckets = (
+    longest + config.rollout.max_completion_tokens,
+  )
   config.evaluation.num_tasks = 16
   config.evaluation.every = 2
   config.checkpoint.every = 1
