@@ -61,19 +61,11 @@ class EnvHost:
         )
       value = getattr(self._envs[env], method)(argument)
       return messages.encode(call_id, method, value)
-    except messages.UnusableReplyError as error:
-      self._drop(env)
-      line = f'env.name={self._name}: {_text(error)}'
-      return messages.encode_error(call_id, messages.GARBAGE, line)
-    except messages.ReportedError as error:
-      self._drop(env)
-      return messages.encode_error(call_id, messages.ERROR, str(error))
     except ERRORS as error:
       # A failed preparation does not affect the running episode.
       if method != 'prepare':
         self._drop(env)
-      line = format_exception(error, self._file())
-      return messages.encode_error(call_id, messages.ERROR, line)
+      return messages.encode_error(call_id, *self._describe(error))
 
   def close(self) -> None:
     """Closes all environments."""
@@ -88,6 +80,14 @@ class EnvHost:
     with contextlib.suppress(*ERRORS):
       if env in self._envs:
         self._envs.pop(env).close()
+
+  def _describe(self, error: BaseException) -> tuple[str, str]:
+    """Returns the status and the line of an exception."""
+    if isinstance(error, messages.UnusableReplyError):
+      return messages.GARBAGE, f'env.name={self._name}: {_text(error)}'
+    if isinstance(error, messages.ReportedError):
+      return messages.ERROR, str(error)
+    return messages.ERROR, format_exception(error, self._file())
 
   def _file(self) -> str | None:
     """Returns the file of the environment's module."""

@@ -916,6 +916,10 @@ def test_the_environment_s_reward_is_no_component_with_several_agents():
   config.algorithm.components = ('environment_reward', 'brevity', 'valid')
   (line,) = algorithms.conflicts(config)
   assert 'environment_reward lacks rewards' in line
+  alone = alfworld.get_config('mini,gdpo')
+  alone.reward.functions = config.reward.functions
+  alone.algorithm.components = config.algorithm.components
+  assert not list(algorithms.conflicts(alone))
 
 
 def test_igpo_refuses_a_filter_by_rewards():

@@ -267,10 +267,11 @@ def test_a_large_reply_is_not_late_because_it_was_read_late():
   ) as pool:
     pool.reset(0, base.Task('train', 0))
     pools.gather(pool, {0})
-    pool.step(0, pools.RIGHT)
-    time.sleep(1)  # The trainer is busy for longer than the limit.
-    (answer,) = pools.gather(pool, {0}).values()
-    assert len(answer.observation.text) > 200_000
+    for _ in range(2):
+      pool.step(0, pools.RIGHT)
+      time.sleep(1)  # The trainer is busy for longer than the limit.
+      (answer,) = pools.gather(pool, {0}).values()
+      assert len(answer.observation.text) > 200_000
     assert pool.restarts == 0
 
 
@@ -291,6 +292,15 @@ def test_time_limit_excludes_queueing():
   with pools.make(1, 8, env={'step_secs': 0.2}, step_timeout_secs=1.0) as pool:
     history = pools.play(pool, dict.fromkeys(range(8), 3))
   assert all(h[-1].success for h in history.values())
+
+
+def test_time_limit_excludes_the_time_before_a_call():
+  with pools.make(1, 1, env={'step_secs': 0.1}, step_timeout_secs=0.5) as pool:
+    pool.reset(0, base.Task('train', 0))
+    pools.gather(pool, {0})
+    time.sleep(0.6)
+    pool.step(0, pools.RIGHT)
+    assert pools.is_running(pools.gather(pool, {0})[0])
 
 
 def test_slow_caller_does_not_cause_a_timeout():
@@ -369,6 +379,10 @@ def test_groups_share_a_worker():
   with pools.make(2, 12, envs_per_group=3) as pool:
     workers = [pool._worker_index(env) for env in range(12)]
   assert workers == [0, 0, 0, 1, 1, 1, 0, 0, 0, 1, 1, 1]
+  # The last group may be smaller. No worker is without a group.
+  with pools.make(4, 3, envs_per_group=2) as pool:
+    assert [pool._worker_index(env) for env in range(3)] == [0, 0, 1]
+    assert len(pool._workers) == 2
 
 
 @pytest.mark.parametrize('fault', faulty_env.FAULTS)
@@ -498,6 +512,99 @@ def test_replaced_workers_leak_no_file_descriptors():
       dismissed.join(worker_process.CLOSE_TIMEOUT_SECS)
     pool._reap()
     assert process.num_fds() <= open_files
+
+
+def test_unknown_environments_are_refused():
+  with pools.make(0, 2) as pool:
+    for method in (pool.reset, pool.prepare):
+      with pytest.raises(IndexError, match='env=2: .* the pool has 2 env'):
+        method(2, base.Task('train', 0))
+
+
+def test_a_failure_that_was_not_received_takes_a_step():
+  with pools.make(0, 1, env={'faults': {1: 'raise_at_reset'}}) as pool:
+    pool.reset(0, base.Task('train', 1))
+    pool.step(0, pools.RIGHT)
+    ((_, failure),) = pool.receive()
+  assert failure.cause == 'raised'
+
+
+def test_a_failure_names_the_last_response():
+  env, last = {'faults': {0: 'raise'}, 'fault_step': 1}, 'x' * 99 + 'last'
+  with pools.make(0, 1, env=env) as pool:
+    pool.reset(0, base.Task('train', 0))
+    for response in ('first', last):
+      pool.step(0, response)
+    *_, (_, failure) = pool.receive()
+    assert failure.last_action == last
+    assert str(failure).endswith(f', after {last[-60:]!r}')
+    with pytest.raises(RuntimeError, match='receive: no call is pending'):
+      pool.receive()
+
+
+def test_a_death_in_an_earlier_episode_does_not_fail_the_next():
+  with pools.make(1, 1, env={'faults': {7: 'exit'}}) as pool:
+    pool.reset(0, base.Task('train', 7))
+    pools.gather(pool, {0})
+    pool.step(0, pools.RIGHT)
+    assert pools.play(pool, {0: 0})[0][-1].success
+    assert (pool.failures, pool.restarts) == ([], 1)
+
+
+def test_a_call_after_a_death_does_not_excuse_it():
+  with pools.make(1, 2, env={'faults': {7: 'exit'}}) as pool:
+    for env, index in enumerate((7, 0)):
+      pool.reset(env, base.Task('train', index))
+    pools.gather(pool, {0, 1})
+    pool.step(0, pools.RIGHT)
+    pool._workers[0].process.join()
+    pool.step(1, pools.RIGHT)
+    answers = pools.gather(pool, {0, 1})
+    assert answers[0].cause == 'died' and pools.is_running(answers[1])
+    assert pool.restarts == 1
+
+
+def test_a_replacement_that_cannot_start_fails_its_episodes():
+  with pools.make(1, 2, env={'faults': {7: 'exit'}}) as pool:
+    for env, index in enumerate((0, 7)):
+      pool.reset(env, base.Task('train', index))
+    pools.gather(pool, {0, 1})
+    kwargs, pool._kwargs = pool._kwargs, {'room': 3}
+    pool.step(1, pools.RIGHT)
+    answers = pools.gather(pool, {0, 1})
+    assert (answers[0].cause, answers[1].cause) == ('raised', 'died')
+    assert 'unexpected keyword' in answers[0].reason
+    # The next call starts another worker.
+    pool._kwargs = kwargs
+    assert pools.play(pool, {0: 0})[0][-1].success
+    assert pool.restarts == 2
+
+
+def test_a_starting_worker_is_not_recycled():
+  with pools.make(1, 1, max_resets_per_worker=1) as pool:
+    for _ in range(4):
+      pool.reset(0, base.Task('train', 0))
+    pools.gather(pool, {0})
+    assert pool.recycled == 1
+
+
+def test_resumed_episodes_count_as_resets():
+  task = base.Task('train', 0)
+  with pools.make(1, 1, max_resets_per_worker=1) as pool:
+    pool.reset(0, task)
+    first = pools.gather(pool, {0})[0]
+    for _ in range(2):
+      pool.resume(0, task, [], [first])
+      pool.step(0, pools.RIGHT)
+      assert pools.is_running(pools.gather(pool, {0})[0])
+    assert pool.recycled == 2
+
+
+def test_a_worker_is_recycled_before_it_prepares():
+  with pools.make(1, 1, max_resets_per_worker=1) as pool:
+    pools.play(pool, {0: 0})
+    pool.prepare(0, base.Task('train', 1))
+    assert pool.recycled == 1
 
 
 @pytest.mark.slow

@@ -50,6 +50,7 @@ WORKER_FAULTS = {
   'twice': ('garbage', 'replied to a call other than the oldest'),
   'no_bound': ('garbage', 'announced 4,000,000,000 bytes'),
   'half': ('hung', 'took longer than'),
+  'drip': ('hung', 'took longer than'),
 }
 
 
@@ -122,6 +123,7 @@ class Env(toy.Env):
         _write(_forged_reply(_call_id())[:-1]),
         time.sleep(3600),
       ),
+      'drip': _drip,
       'garble': _garble,
     }.get(self._planned_fault)
     if action:
@@ -173,6 +175,13 @@ def _write(message: bytes) -> None:
 def _forged_reply(call_id: int) -> bytes:
   result = base.StepResult(None, 1e6, True, 'forged', True, True)
   return messages.encode(call_id, 'step', result)
+
+
+def _drip() -> None:
+  """Forges a reply of which a byte arrives from time to time."""
+  for byte in _forged_reply(_call_id()):
+    _write(bytes([byte]))
+    time.sleep(0.05)
 
 
 def _forge(*, copies: int) -> None:

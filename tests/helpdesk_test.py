@@ -149,6 +149,7 @@ def test_only_the_exact_database_succeeds(start, case, responses, success):
     (('find_order', 'U9', 'lamp'), 'Error: no such row in users: U9'),
     (('find_order', 'U2', 'chair'), 'Error: no such row in orders: U2, chair'),
     (('get_order', "W1' OR '1"), "Error: no such row in orders: W1' OR '1"),
+    (('get_order', 'W' * 999), 'Error: no such row in orders: WWW'),
     (('cancel_order', 'W3', 'late'), 'Error: the order is shipped, not pend'),
     (('return_order', 'W1'), 'Error: the order is pending, not delivered'),
     (('change_address', 'W2', 'x'), 'Error: the order is delivered, not pen'),
@@ -163,7 +164,8 @@ def test_calls_that_change_nothing(call, text):
   before = db.rows()
   name, *values = call
   arguments = dict(zip(tools.TOOLS[name].parameters, values, strict=True))
-  assert tools.run(db, tool_calls.Call(name, arguments)).startswith(text)
+  result = tools.run(db, tool_calls.Call(name, arguments))
+  assert result.startswith(text) and len(result) <= len('Error: ') + 200
   assert db.rows() == before
 
 

@@ -145,6 +145,16 @@ def test_dgpo_by_hand():
   np.testing.assert_allclose(actual[:8], [6 / 4] * 6 + [1] * 2)
 
 
+def test_dgpo_counts_invalid_responses():
+  rows = algorithm_rows.golden_rows()
+  rows.groups[6:8], rows.rewards[:] = 1, 0
+  rows.valid[:] = np.arange(10) != 3
+  for penalty, weight in ((0.0, 1), (0.1, 8 / 6)):
+    signals = plugins.Signals(invalid_penalty=penalty)
+    actual = dgpo.Modulator()(np.ones(10), rows, signals)
+    np.testing.assert_allclose(actual[:8], [weight] * 6 + [1] * 2)
+
+
 def test_sums_that_cancel_are_equal():
   rows = algorithm_rows.golden_rows()
   # Group 0 has the returns .1 + .2 - .3 = 5.6e-17 and 0, and so no signal.

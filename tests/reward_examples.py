@@ -33,6 +33,16 @@ class Faulty:
     return values.get(fault, 0.5)
 
 
+@dataclasses.dataclass(frozen=True)
+class Patient:
+  """Takes up to 40 seconds."""
+
+  longest_call_secs = 40.0
+
+  def __call__(self, episode):
+    return 0.0
+
+
 @dataclasses.dataclass
 class Wrong:
   """Refuses its option."""

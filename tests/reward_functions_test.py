@@ -92,7 +92,9 @@ def test_rewards_by_hand():
 def test_the_weight_of_the_environment_is_that_of_all_agents():
   episode = _episode()
   result = dataclasses.replace(
-    episode.steps[-1].result, other_rewards={'q': -10.0}
+    episode.steps[-1].result,
+    other_rewards={'q': -10.0},
+    metrics={'brevity': 9.0, 'environment_reward': 9.0},
   )
   last = dataclasses.replace(episode.steps[-1], result=result)
   episode = dataclasses.replace(episode, steps=(episode.steps[0], last))
@@ -102,6 +104,19 @@ def test_the_weight_of_the_environment_is_that_of_all_agents():
   (scored,) = _score(options, [episode])
   assert scored.steps[-1].result.reward == 0.5 * 10 + 1
   assert scored.steps[-1].result.other_rewards == {'q': -5}
+  # Components of the reward replace metrics of their names.
+  assert scored.steps[-1].result.metrics == {
+    'brevity': 1,
+    'environment_reward': 10,
+  }
+
+
+@pytest.mark.parametrize(
+  'functions', [('a:valid',), ('a:environment_reward',), ('a:f', 'b:f')]
+)
+def test_names_of_functions_are_free(functions):
+  with pytest.raises(ValueError, match='functions=.*: the name .* is taken'):
+    reward_functions.Options(functions)
 
 
 def test_functions_see_the_episode():
@@ -112,6 +127,9 @@ def test_functions_see_the_episode():
   assert [turn.prompt for turn in seen.turns] == ['prompt', 'next prompt']
   assert [turn.reward for turn in seen.turns] == [1.0, 10.0]
   assert (seen.success, seen.final_state) == (True, 'end')
+  # A limit of turns ends an episode in the state of its last observation.
+  limited = dataclasses.replace(episode, steps=episode.steps[:1])
+  assert reward_functions.to_episode(limited).final_state == 'a'
 
 
 def test_faults_are_failures_of_episodes():
@@ -410,6 +428,15 @@ def test_only_finished_training_episodes_are_scored():
         'reward.judge.request_secs': 20.0,
       },
       'reward.timeout_secs=60.0: the calls of .* may take 60.3 seconds; must',
+    ),
+    (
+      {
+        'reward.functions': ('envs.judge:Judge', 'reward_examples:Patient'),
+        'reward.judge.url': URL,
+        'reward.judge.model': 'm',
+        'reward.judge.request_secs': 10.0,
+      },
+      'reward.timeout_secs=60.0: the calls of .* may take 70.3 seconds; must',
     ),
     (
       {'reward.functions': ('envs.judge:Judge',), 'reward.judge.retries': 101},

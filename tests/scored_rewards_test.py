@@ -268,6 +268,14 @@ def test_refused_options(fields, message):
     config_lib.validate(config, needs_model=False)
 
 
+def test_scored_rewards_follow_the_rewards_of_agents():
+  config = base_config.get_config()
+  text = types.SimpleNamespace(encode=_encode)
+  assert scored_rewards.make(config.reward, text) is None
+  config.reward.scored, config.reward.agents = ('my_scores:gain',), 'own'
+  assert scored_rewards.make(config.reward, text).agent_rewards == 'own'
+
+
 @pytest.mark.slow
 def test_a_run_adds_rewards_and_resumes_exactly(tmp_path, monkeypatch):
   (tmp_path / 'found_rewards.py').write_text(

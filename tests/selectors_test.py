@@ -12,6 +12,7 @@ from tiny_learner import (
   step,
 )
 
+from configs import alfworld
 from gigpo_jax import plugins, row_stats, selectors
 from gigpo_jax.selectors import (
   best_and_worst,
@@ -189,12 +190,31 @@ def test_nothing_may_be_left():
   assert metrics['filter/rows_share'] == 0
 
 
+def test_without_tokens_capo_has_no_metrics():
+  rows = algorithm_rows.golden_rows()
+  rows.truncated[:] = True
+  zeros = np.zeros(rows.completion_mask.shape)
+  signals = plugins.Signals(dict.fromkeys(capo.Selector.needs, zeros))
+  chain = make('truncated'), make('capo')
+  _, chosen, metrics = selectors.apply(chain, np.ones(10), rows, signals)
+  assert not chosen.any()
+  assert metrics.keys() == {'filter/rows_share', 'filter/tokens_share'}
+
+
+def test_options_that_choose_no_token_are_refused():
+  assert make('capo', gain_low=0.5, gain_high=0.5).gain_low == 0.5
+  with pytest.raises(ValueError, match='gain_low=0.6: chooses no token with'):
+    make('capo', gain_low=0.6, gain_high=0.5)
+  with pytest.raises(ValueError, match='token_probability=0.0: chooses no'):
+    make('s_grpo', early_tokens=0, token_probability=0.0)
+
+
 def test_levels_of_mismatch_by_hand():
   # Ratios 4 and .5 of two tokens: product 2, geometric mean 1.414.
   rows = modulators_test.random_case(0)[0].take(np.array([0]))
   rows.lengths[:], rows.prompt_lengths[:] = 4, 2
   rows.sampler_log_probs[:] = 0
-  outputs = {'log_probs': np.log([[4, 0.5, 1, 1, 1, 1]])}
+  outputs = {'log_probs': np.log([[4, 0.5, 9, 9, 9, 9]])}
   signals = plugins.Signals(outputs)
 
   def keeps(level, high):
@@ -208,6 +228,17 @@ def test_levels_of_mismatch_by_hand():
   outputs['log_probs'][:] = 0
   exact = mismatch.Selector(mismatch_low=1.0, mismatch_high=1.0)
   assert exact(np.ones(1), rows, signals).all()
+  # The product is too large for a float.
+  outputs['log_probs'] = np.full((1, 6), 400.0)
+  assert not keeps('row', 9.9)[0]
+
+
+def test_a_loss_of_rows_takes_mismatch_of_rows():
+  config = alfworld.get_config('mini,mismatch')
+  config.loss.name = 'row_regression'
+  for level, count in (('token', 1), ('row', 0), ('row_mean', 0)):
+    config.filter.mismatch_level = level
+    assert len([*mismatch.conflicts(config)]) == count
 
 
 def token_signals(probs, features, sampled, learning_rate):

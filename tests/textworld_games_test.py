@@ -126,11 +126,12 @@ def test_step_limit_ends_an_episode():
 
 def test_score_survives_an_inadmissible_last_command():
   env = textworld_games.Env(max_steps=1, **SMALL)
-  env.reset(TASK)
-  # As if one of four tasks of a game were done.
-  env._state['score'], env._state['max_score'] = 1, 4
-  result = env.step(_respond('fly away'))
-  assert result.done and not result.success and result.score == 0.25
+  # As if one of four tasks of a game were done, or a game had no tasks.
+  for score, maximum, share in ((1, 4, 0.25), (0, 0, 0.0)):
+    env.reset(TASK)
+    env._state['score'], env._state['max_score'] = score, maximum
+    result = env.step(_respond('fly away'))
+    assert result.done and not result.success and result.score == share
   env.close()
 
 

@@ -79,6 +79,14 @@ def test_sets_have_the_same_order_in_all_workers():
   assert history[0][-1].metrics and history[0] == history[1]
 
 
+def test_variables_of_workers_are_not_left_in_the_trainer(monkeypatch):
+  monkeypatch.delenv('OMP_NUM_THREADS', raising=False)
+  monkeypatch.setenv('MKL_NUM_THREADS', '3')
+  before = dict(os.environ)
+  with pools.make(1, 1):
+    assert dict(os.environ) == before
+
+
 def _pids(path: pathlib.Path) -> list[int]:
   return [int(line) for line in path.read_text().split()]
 

@@ -62,5 +62,6 @@ class Selector:
       log_ratios = log_ratios.sum(axis=1)
     elif self.mismatch_level == 'row_mean':
       log_ratios = row_stats.token_means(log_ratios, mask)
-    ratios = np.exp(log_ratios)
+    with np.errstate(over='ignore'):  # An infinite ratio is too large.
+      ratios = np.exp(log_ratios)
     return (self.mismatch_low <= ratios) & (ratios <= self.mismatch_high)
