@@ -556,7 +556,8 @@ def _step_inputs(
   num_integers = len(sampler_programs.INTEGERS)
   width = num_integers + sampler_programs.STREAM_SIZE
   integers = np.zeros((rows, width), np.int32)
-  floats = np.ones((rows, len(sampler_programs.FLOATS)), np.float32)
+  # Slots without a request exclude no tokens, which would take time.
+  floats = np.tile(_floats(Sampling()), (rows, 1))
   for slot, entry in entries:
     request, options = entry.request, entry.request.sampling
     integers[slot, :num_integers] = (
@@ -570,5 +571,10 @@ def _step_inputs(
     )
     stream = np.array(request.stream, np.uint32)
     integers[slot, num_integers:] = stream.view(np.int32)
-    floats[slot] = options.temperature, options.top_p, options.min_p
+    floats[slot] = _floats(options)
   return integers, floats
+
+
+def _floats(options: Sampling) -> np.ndarray:
+  """Returns `sampler_programs` FLOATS of a slot, [X]."""
+  return np.float32([getattr(options, n) for n in sampler_programs.FLOATS])

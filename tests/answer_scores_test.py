@@ -31,14 +31,18 @@ def _episode(task):
   return trajectory.Trajectory(task, 'type', 0, 0, ())
 
 
-def test_rows_hold_the_answer_after_each_prompt():
-  rows = batch.pack(
+def _rows():
+  return batch.pack(
     [np.array([1, 2]), np.array([3])],
     [np.array([7, 7, 7]), np.array([8])],
     max_prompt_tokens=2,
     max_completion_tokens=4,
     row_multiple=3,
   )
+
+
+def test_rows_hold_the_answer_after_each_prompt():
+  rows = _rows()
   scored, mask = _scorer().make_rows(rows, [_episode(t) for t in TASKS])
   text = [scored.tokens[r, : scored.lengths[r]].tolist() for r in range(3)]
   # The second answer is cut after four tokens.
@@ -50,16 +54,19 @@ def test_rows_hold_the_answer_after_each_prompt():
   ]
   assert scored.tokens.shape == rows.tokens.shape
   assert rows.lengths.tolist() == [5, 2, 0]  # Not changed.
+  np.testing.assert_array_equal(rows.tokens, _rows().tokens)
+
+
+def test_each_token_of_a_text_without_a_start_counts():
+  texts = ['ab', None, None]
+  scored, mask = answer_scores.respond(_rows(), texts, _scorer().encode)
+  assert scored.tokens[0, :4].tolist() == [1, 2, *b'ab']
+  assert scored.lengths.tolist() == [4, 2, 0]
+  assert mask.tolist() == [[True, True, False, False], *[[False] * 4] * 2]
 
 
 def test_rows_get_the_probability_of_their_answer():
-  rows = batch.pack(
-    [np.array([1, 2]), np.array([3])],
-    [np.array([7, 7, 7]), np.array([8])],
-    max_prompt_tokens=2,
-    max_completion_tokens=4,
-    row_multiple=3,
-  )
+  rows = _rows()
 
   def log_probs(params, scored):
     # The policy is surer after a longer prompt.

@@ -124,6 +124,19 @@ def test_an_idle_row_beyond_a_shorter_cache_reads_only_the_cache(kernel):
   np.testing.assert_allclose(output, expected, atol=1e-2)
 
 
+@pytest.mark.parametrize(
+  ('length', 'window', 'problem'),
+  [
+    (64, 3, 'triton does not support a window'),
+    (72, 0, 'triton does not support 72 slots; must be 128'),
+  ],
+)
+def test_caches_that_a_kernel_cannot_read_are_refused(length, window, problem):
+  q, stack = _inputs(size=16, length=length)
+  with pytest.raises(ValueError, match=problem):
+    _attend_by('triton', q, stack, [[0], [1], [2]], window=window)
+
+
 def test_int8_keys_and_values_are_rounded_by_half_a_step():
   _, exact = _inputs(size=16, length=40)
   _, rounded = _inputs(size=16, length=40, cache='int8')
@@ -319,3 +332,12 @@ def test_the_kernel_for_gpus_is_the_default_where_it_applies(
   arguments, expected
 ):
   assert decode_attention.default_implementation(*arguments) == expected
+
+
+@pytest.mark.parametrize(
+  ('kernel', 'refused', 'accepted'),
+  [('xla', (), (8, 80)), ('triton', (8, 80), (16,)), ('paged', (64,), (128,))],
+)
+def test_kernels_accept_some_sizes_of_heads(kernel, refused, accepted):
+  assert all(decode_attention.head_problem(kernel, n) for n in refused)
+  assert not any(decode_attention.head_problem(kernel, n) for n in accepted)

@@ -179,6 +179,7 @@ def test_a_response_has_the_mode_of_its_longest_prefix():
   responses = ('<a>x', '\n<a>bx', 'x<c>', '<c>')
   found = [forced_prefixes.find(response, texts) for response in responses]
   assert found == [0, 1, -1, 2]
+  assert forced_prefixes.find('<a>bx', texts[1::-1]) == 0
   # White space around prefixes and responses does not count.
   texts = ('\n<a>', '<a>\n\n</a>\n\n')
   responses = ('<a>x', '\n<a>x', '<a>\n\n</a>', ' <a>\n\n</a>\n\nx')

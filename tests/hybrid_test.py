@@ -121,6 +121,8 @@ def test_members_with_one_prompt_equal_separate_prompts(params, whole):
   assert stats.prefill_tokens == 11  # noqa: PLR2004
   alone = [whole.generate(params, [member])[0] for member in group]
   _assert_same_samples(together, alone, 1e-6)
+  expected = _learner_log_probs(params, first, alone[0].ids)
+  np.testing.assert_allclose(alone[0].log_probs, expected, atol=1e-5)
 
 
 def test_reuse_across_turns_changes_no_bit(params, prompts):

@@ -414,6 +414,9 @@ def test_entropy_band_by_hand():
   assert columns[0]['entropy_low'] == 0.5
   assert columns[0]['entropy_high'] == 2.0
   assert band.make_columns([], 0, 150)['entropy_band_weight'] == 0
+  # Half of one iteration counts as one, half of three as well.
+  factors = [band.weight_factor(1, n) for n in (1, 2, 3)]
+  np.testing.assert_allclose(factors, [1.3679] * 3, atol=1e-4)
   entropies = jnp.array([[2.5, 1.0, 0.2, 2.0]])
   tokens = token_batch.make(
     jnp.ones((1, 4), bool),
@@ -424,6 +427,22 @@ def test_entropy_band_by_hand():
   np.testing.assert_allclose(penalty, [[0.5, 0, 0.3, 0]], atol=1e-6)
   slope = jax.grad(lambda x: band.penalty(x, tokens).sum())(entropies)
   np.testing.assert_allclose(slope[0, :3], [1, 0, -1], atol=0)
+
+
+def test_an_entropy_band_may_be_a_point_or_unused():
+  losses.EntropyBand(weight=1.0, low=1.0, high=1.0)
+  losses.EntropyBand(weight=0.0, low=2.0, high=1.0)
+
+
+def test_an_entropy_band_is_for_masked_tokens_only():
+  columns = losses.EntropyBand(weight=1.0).make_columns([1.0], 0, 2)
+  tokens = token_batch.make(
+    jnp.array([[True, False]]),
+    jnp.zeros((1, 2), jnp.int32),
+    {name: jnp.full((1, 2), x) for name, x in columns.items()},
+  )
+  penalty = losses.EntropyBand().penalty(jnp.full((1, 2), 2.2), tokens)
+  np.testing.assert_allclose(penalty, [[2.0, 0]], atol=1e-6)
 
 
 def test_entropy_band_in_the_loss():

@@ -67,6 +67,7 @@ def test_batches_by_hand(monkeypatch):
   assert plan == [(3, (4, 8)), (4, (1, 32))]
   plan = sampler_cache.plan_batches([3, 30], sizes)
   assert plan == [(1, (1, 8)), (2, (1, 32))]
+  assert sampler_cache.plan_batches([8], sizes) == [(1, (1, 8))]
 
 
 def test_accelerators_have_three_quarters_of_the_first_bucket():
@@ -86,3 +87,4 @@ def test_accelerators_have_three_quarters_of_the_first_bucket():
     (8, 2048),
   )
   assert sizes((1,), 1, 3, 'tpu') == ((1, 1), (3, 1))
+  assert sizes((1,), 1, 16, 'tpu') == ((1, 1), (8, 1))

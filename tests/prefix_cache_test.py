@@ -147,6 +147,82 @@ def test_a_wrong_conversation_never_changes_the_prompt():
   assert cache.place(_ids(1, 9, 3, 4, 5), 'a') is None
 
 
+@pytest.mark.parametrize('reuse', prefix_cache.REUSE)
+def test_a_slot_that_holds_the_prompt_needs_no_move(reuse):
+  cache = prefix_cache.PrefixCache(2, 0, 16, reuse)
+  cache.place(_ids(1, 2, 3), 'a')
+  cache.finish(0, _ids(4))
+  cache.take_moves()
+  assert cache.place(_ids(1, 2, 3), 'a')[0] == 0
+  assert not cache.take_moves()
+
+
+def test_a_conversation_prefers_its_own_row():
+  cache = prefix_cache.PrefixCache(2, 0, 16, 'prompts')
+  for n, name in enumerate('ab'):
+    cache.place(_ids(1, 2, 3), name)
+    cache.finish(n, _ids(4))
+  cache.take_moves()
+  assert cache.place(_ids(1, 2, 3), 'b') == (1, 2)
+  assert not cache.take_moves()
+
+
+def test_a_conversation_may_become_shorter():
+  cache = prefix_cache.PrefixCache(1, 0, 16, 'prompts')
+  cache.place(_ids(1, 2, 3, 4, 5), 'a')
+  cache.finish(0, _ids(4))
+  assert cache.place(_ids(1, 2, 3), 'a') == (0, 2)
+
+
+def test_the_shortest_wait_loses_its_slot():
+  cache = prefix_cache.PrefixCache(3, 0, 16, 'prompts')
+  for n, name in enumerate('abc'):
+    cache.place(_ids(n, 2, 3), name)
+  for slot in (0, 2, 1):
+    cache.finish(slot, _ids(4))
+  assert cache.place(_ids(5, 2, 3), 'd') == (1, 0)
+  assert cache.place(_ids(6, 2, 3), 'e') == (2, 0)
+
+
+def test_a_conversation_that_ends_while_it_runs_does_not_wait():
+  cache = prefix_cache.PrefixCache(1, 0, 16, 'prompts')
+  cache.place(_ids(1, 2, 3), 'a')
+  cache.forget('a')
+  cache.finish(0, _ids(4))
+  assert cache.needed() == (0, 0)
+
+
+def test_rows_that_are_copied_next_are_needed():
+  cache = prefix_cache.PrefixCache(3, 0, 16, 'prompts')
+  for n in range(3):
+    cache.place(_ids(n, 2, 3))
+  for n in range(3):
+    cache.finish(n, _ids(4))
+  cache.take_moves()
+  assert cache.place(_ids(2, 2, 3, 4, 5)) == (0, 2)
+  assert cache.needed(cache.take_moves()) == (3, 5)
+  assert cache.needed() == (1, 5)
+
+
+def test_a_parked_row_is_written_twice_in_order():
+  cache = prefix_cache.PrefixCache(3, 1, 16, 'prompts')
+  for n, name in enumerate('bea'):
+    cache.place(_ids(n, 2, 3), name)
+    cache.finish(n, _ids(4))
+  cache.take_moves()
+  # 'a' is parked, but its next prompt does not continue it. 'b' is parked next.
+  for n, name in enumerate('cad', start=7):
+    cache.place(_ids(n, n, n), name)
+  moves = [m for m in cache.take_moves() if m.row == 3]
+  assert [(m.source, m.level) for m in moves] == [(2, 0), (0, 1)]
+
+
+def test_a_running_prompt_of_one_token_survives_another_size():
+  cache = prefix_cache.PrefixCache(2, 0, 16, 'prompts')
+  cache.place(_ids(1))
+  assert cache.drop(2, 8) == [0]
+
+
 class _Rows:
   """Executes moves on an array of tokens, in any order within a level."""
 
@@ -227,7 +303,7 @@ def test_a_smaller_cache_loses_rows_that_nobody_needs():
   for n in range(4):
     cache.finish(n, _ids(5))
   assert cache.needed() == (2, 4)
-  assert cache.drop(3, 8) == [0, 1, 2]
+  assert cache.drop(3, 3) == [0, 1, 2]
   assert cache.drop(2, 2) == [1]
   assert cache.place(_ids(0, 2, 3, 4)) == (0, 0)
   assert cache.place(_ids(1, 2, 3, 4, 5), 1) == (1, 3)

@@ -8,7 +8,7 @@ import pytest
 import reference
 
 from gigpo_jax import mesh as mesh_lib
-from gigpo_jax import sampler
+from gigpo_jax import prefix_cache, sampler
 from gigpo_jax.models import parameters, qwen
 
 CONFIG = qwen.QwenConfig(
@@ -169,6 +169,51 @@ def test_order_slots_and_parking_change_no_bit(params, prompts):
   assert parking < evicting
 
 
+def _number(slots: tuple, first: int) -> tuple:
+  """Returns slots with the numbers from `first` on as their states."""
+  numbers = first + np.arange(len(slots[1]), dtype=np.int32)
+  return slots[0], jax.numpy.tile(numbers[:, None], 4)
+
+
+def test_rows_are_copied_between_slots_and_parked_rows():
+  cache = _sampler(reuse='prompts', parked=3)._cache
+  cache.allocate(4, 46)
+  cache.slots = _number(cache.slots, 0)
+  cache._parked = _number(cache._parked, 10)
+  nothing = np.zeros(0, np.int32)
+  cache.fill(
+    {},
+    [
+      prefix_cache.Move(row, source, 0, nothing, 0)
+      for row, source in ((6, 0), (1, 2), (3, 4))
+    ],
+  )
+  assert cache.slots[1][:, 0].tolist() == [0, 2, 2, 10]
+  assert cache._parked[1][:, 0].tolist() == [10, 11, 0]
+  cache.release()
+  assert cache.slots is None and cache._parked is None
+
+
+def test_a_cache_of_another_size_holds_the_same_rows():
+  cache = _sampler(batch_buckets=(2, 6, 9))._cache
+  cache.allocate(6, 22)
+  cache.slots = _number(cache.slots, 1)
+  prompts = [np.array([n, 8, 9], np.int32) for n in range(6)]
+  for n, prompt in enumerate(prompts):
+    assert cache.prefixes.place(prompt) == (n, 0)
+  # More rows than move together.
+  cache.fit(9, 46)
+  assert cache.slots[1][:, 0].tolist() == [1, 2, 3, 4, 5, 6, 0, 0, 0]
+  for n in range(6):
+    cache.prefixes.finish(n, np.array([7], np.int32))
+  for _ in range(4):
+    cache.fit(2, 22)
+  assert cache.slots[1][:, 0].tolist() == [1, 2]
+  # The row of the last prompt is lost.
+  assert cache.prefixes.place(prompts[1]) == (0, 3)
+  assert cache.prefixes.place(prompts[5]) == (1, 0)
+
+
 def test_reuse_of_completions_keeps_the_tokens(params, prompts):
   engine = _sampler(reuse='all', parked=MEMBERS)
   for seed in range(3):
@@ -218,7 +263,7 @@ def test_a_wrong_conversation_changes_nothing(params, prompts):
 
 
 def test_nothing_is_reused_after_a_load(params, prompts):
-  request = _request(0, 0, _first_prompts(0)[0])
+  request = _request(1, 0, _first_prompts(0)[1])
   prompts.take_stats()
   prompts.generate(params, [request])
   before = prompts.take_stats().prefill_tokens
@@ -226,11 +271,95 @@ def test_nothing_is_reused_after_a_load(params, prompts):
   (actual,) = prompts.generate(other, [request])
   stats = prompts.take_stats()
   assert (stats.prefill_tokens, stats.reused_tokens) == (before, 0)
+  # Two chunks of 8 tokens, of four rows.
+  assert (before, stats.padded_tokens) == (FIRST, 2 * 4 * 8)
   (expected,) = _sampler(reuse='prompts').generate(other, [request])
   np.testing.assert_array_equal(actual.log_probs, expected.log_probs)
   prompts.release()
   prompts.generate(params, [request])
   assert prompts.take_stats().reused_tokens == 0
+
+
+def test_counters_and_spans_by_hand(params, prompts):
+  prompt, steps = _first_prompts(0)[0], 0
+  prompts.load(params, trace=True)
+  prompts.take_stats()
+  for member in range(2):
+    prompts.submit(_request(member, 0, prompt))
+  completions = []
+  while prompts.busy:
+    completions += prompts.step()
+    steps += prompts._in_flight is not None
+  stats = prompts.take_stats()
+  assert stats.decode_tokens == sum(len(done.ids) for _, done in completions)
+  # Steps of four tokens and four slots. The second prompt is a copy.
+  assert stats.slot_steps == 4 * 4 * steps
+  assert {span[:2] for span in stats.spans} == {
+    (0, 'prefill'),
+    (0, 'decode'),
+    (1, 'decode'),
+  }
+  assert all(start <= end for *_, start, end in stats.spans)
+  prompts.generate(params, [_request(0, 0, prompt)])
+  assert not prompts.take_stats().spans
+
+
+def test_a_load_drops_unfinished_requests(params, prompts):
+  first = _first_prompts(0)
+  requests = [_request(m, 0, prompt) for m, prompt in first.items()]
+  (expected,) = prompts.generate(params, requests[:1])
+  prompts.load(params)
+  for request in requests:
+    prompts.submit(request)
+  prompts.step()  # Four have a slot, two wait.
+  prompts.submit(requests[0])
+  prompts.load(params)
+  assert not prompts.busy
+  request_id = prompts.submit(requests[0])
+  finished = []
+  while prompts.busy:
+    finished += prompts.step()
+  ((returned, actual),) = finished
+  assert returned == request_id
+  np.testing.assert_array_equal(actual.ids, expected.ids)
+
+
+def test_a_conversation_waits_in_a_cache_for_its_longest_prompt(
+  params, chunks, prompts
+):
+  long = np.arange(8, 38).astype(np.int32) % 30
+  longer = np.concatenate([long, long[:5]])
+  (expected,) = chunks.generate(params, [_request(0, 1, longer)])
+  prompts.generate(params, [_request(0, 0, long)])
+  # Steps of short requests, in which the cache might become shorter.
+  finished = []
+  for request in (
+    *[sampler.Request(long[:3], (0, 0, 0, n, 0)) for n in range(5)],
+    _request(0, 1, longer),
+  ):
+    prompts.submit(request)
+    while prompts.busy:
+      finished += prompts.step()
+  _, actual = finished[-1]
+  np.testing.assert_array_equal(actual.ids, expected.ids)
+  np.testing.assert_array_equal(actual.log_probs, expected.log_probs)
+
+
+def test_a_row_that_is_copied_next_is_not_dropped(params):
+  engine = _sampler(reuse='prompts', batch_buckets=(2, 4))
+  requests = [
+    sampler.Request(np.arange(n, n + 9, dtype=np.int32), (0, 0, 0, n, 0))
+    for n in range(4)
+  ]
+  *_, expected = engine.generate(params, requests)
+  engine.submit(requests[3])
+  engine._cache._oversized_steps = 3  # The next step may shrink the cache.
+  finished = []
+  while engine.busy:
+    finished += engine.step()
+  ((_, actual),) = finished
+  np.testing.assert_array_equal(actual.ids, expected.ids)
+  np.testing.assert_array_equal(actual.log_probs, expected.log_probs)
 
 
 def test_an_ended_conversation_frees_its_slot(params):

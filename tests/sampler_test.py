@@ -83,7 +83,7 @@ def test_other_requests_do_not_change_tokens(params):
 def test_each_integer_of_the_stream_changes_tokens(params, position: int):
   (request,) = _requests(1)
   stream = list(request.stream)
-  stream[position] += 1
+  stream[position] += 2**30
   other = sampler.Request(request.prompt_ids, tuple(stream))
   first, second = _sampler().generate(params, [request, other])
   assert first.ids.tolist() != second.ids.tolist()
@@ -100,7 +100,7 @@ def test_tokens_depend_on_the_seed_and_not_on_the_call(params):
 
 
 def test_log_probs_equal_the_models_at_the_temperature(params):
-  temperature = 0.6
+  temperature = 0.3
   requests = _requests(8, temperature=temperature, top_k=5)
   completions = _sampler().generate(params, requests)
   for request, completion in zip(requests, completions, strict=True):
@@ -356,6 +356,16 @@ def test_without_room_for_two_caches_there_is_one_size(params, monkeypatch):
     assert one.ids.tolist() == other.ids.tolist()
 
 
+def test_another_error_of_a_second_cache_is_raised(monkeypatch):
+  def fail(*size):
+    raise jax.errors.JaxRuntimeError(f'INTERNAL: {size}')
+
+  engine = _sampler()
+  monkeypatch.setattr(engine._programs, 'new_slots', fail)
+  with pytest.raises(jax.errors.JaxRuntimeError, match='INTERNAL'):
+    engine._can_resize()
+
+
 def test_parameters_are_prepared_once():
   engine, calls = _new_sampler(), []
   engine._programs.prepare = lambda *args: calls.append(args) or {}
@@ -381,11 +391,16 @@ def test_the_cache_grows_at_once_and_shrinks_after_four_steps():
     cache.rows, cache.length, cache.slots = rows, length, ()
 
   cache.allocate = allocate
-  for needed in ((8, 20), (16, 20), (8, 28), *[(8, 20)] * 3):
+  few = (8, 28), (16, 20), (8, 20)
+  for needed in ((8, 20), (16, 20), (8, 28), *few, (16, 28), *few):
+    cache.fit(*needed)
+  cache.clear()
+  for needed in few:
     cache.fit(*needed)
   assert sizes == [(8, 20), (16, 20), (16, 28)]
-  cache.fit(8, 20)
-  assert sizes[3:] == [(8, 20)]
+  for needed in ((8, 20), (8, 28), (16, 20), *few):
+    cache.fit(*needed)
+  assert sizes[3:] == [(8, 20), (8, 28), (16, 28)]
 
 
 def test_no_requests_give_no_completions(params):
@@ -403,9 +418,10 @@ def test_too_long_prompt_raises(params):
   [
     ({'prompt_ids': np.zeros(0, np.int32)}, 'a prompt has 0 tokens'),
     ({'stream': (0, 0, 0, 0)}, 'must be 5 integers'),
-    ({'stream': (0, 0, 0, 0, 2**32)}, 'must be 5 integers'),
+    ({'stream': (0, 0, 0, 0, 2**31)}, 'must be 5 integers'),
     ({'stream': (0, 0, 0, 0, -1)}, 'must be 5 integers'),
-    ({'agent': 3}, 'agent=3: must be the index'),
+    ({'agent': 1}, 'agent=1: must be the index'),
+    ({'agent': -1}, 'agent=-1: must be the index'),
   ],
 )
 def test_unusable_requests_are_refused(changes, problem):
@@ -421,6 +437,7 @@ def test_unusable_requests_are_refused(changes, problem):
     ('decode_tokens', 0),
     ('prefill_chunk', -3),
     ('seed', -1),
+    ('seed', 2**31),
     ('max_completion_tokens', 0),
   ],
 )
@@ -456,6 +473,11 @@ def test_a_chunk_is_at_most_the_longest_prompt():
   assert ('extend', 16, 16) in engine._program_keys()
 
 
+def test_parked_rows_are_a_multiple_of_the_model_copies():
+  engine = _sampler(reuse='prompts', parked=17)
+  assert ('new', 24, 28) in engine._program_keys()
+
+
 def test_slots_must_be_a_multiple_of_the_model_copies():
   with pytest.raises(ValueError, match='8 copies of the model share the slots'):
     _sampler(batch_buckets=(12,))
@@ -482,6 +504,9 @@ def test_parameter_bytes():
       r'prompt_buckets=\(16, 8\): must be ascending',
     ),
     ({'batch_buckets': ()}, r'batch_buckets=\(\): must be ascending'),
+    ({'prompt_buckets': (8, 8)}, r'prompt_buckets=\(8, 8\): must be'),
+    ({'prompt_buckets': (0, 8)}, r'prompt_buckets=\(0, 8\): must be'),
+    ({'vocab_size': 0}, 'vocab_size=0: the model embeds 32 tokens'),
     ({'vocab_size': 33}, 'vocab_size=33: the model embeds 32 tokens'),
   ],
 )
@@ -661,6 +686,29 @@ def test_find_stop_ends_completions(params):
       assert len(stopped.sampled_log_probs) == expected
       if expected < len(full.ids):
         assert stopped.finish_reason == 'stop'
+
+
+def test_a_completion_may_keep_no_token():
+  (request,) = _requests(1)
+  entry = sampler.Entry(1, request, 12, None)
+  entry.outputs.append(tuple(np.ones((3, 2))))
+  completion = entry.completion(2, True, frozenset(), lambda ids, new: 0)
+  assert completion.finish_reason == 'stop' and not len(completion.ids)
+
+
+def test_a_stop_token_may_be_the_only_token():
+  (request,) = _requests(1)
+  entry = sampler.Entry(1, request, 12, None)
+  entry.outputs.append(tuple(np.full((3, 1), STOP)))
+  completion = entry.completion(1, False, frozenset({STOP}), None)
+  assert completion.finish_reason == 'stop' and len(completion.ids) == 1
+
+
+def test_slots_without_a_request_exclude_no_tokens():
+  _, floats = sampler._step_inputs([], 2)
+  for temperature, top_p, min_p in floats:
+    options = sampler.Sampling(temperature, top_p=top_p, min_p=min_p)
+    assert options.temperature == 1 and not options.truncates
 
 
 def test_sampled_log_probs_by_hand(params):

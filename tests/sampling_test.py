@@ -90,6 +90,20 @@ def test_tokens_that_have_exactly_the_mass_of_top_p_are_sufficient():
   np.testing.assert_array_equal(kept, [[False, True, False]])
 
 
+@pytest.mark.parametrize(
+  ('options', 'expected'),
+  [
+    ({'temperature': 0.0}, False),
+    ({'top_k': 1}, True),
+    ({'top_p': 0.99}, True),
+    ({'min_p': 0.01}, True),
+  ],
+  ids=str,
+)
+def test_some_options_exclude_tokens(options, expected):
+  assert sampling.Sampling(**options).truncates == expected
+
+
 def test_sample_index_by_hand():
   weights = np.float32([[0, 2, 0, 1, 0]] * 4)
   # log 2 + noise against log 1 + noise; others have no weight.
@@ -137,13 +151,14 @@ def test_tokens_are_sampled_in_proportion():
   assert distance < 289 + 4 * 24
 
 
-def test_unused_ids_do_not_hide_other_tokens():
+@pytest.mark.parametrize('temperature', [0, 1])
+def test_unused_ids_do_not_hide_other_tokens(temperature):
   logits = np.full((1, 300), -100, np.float32)
   logits[0, 137], logits[0, 299] = -90, 0
   ids, log_probs, sampled = _sample(
     jax.random.split(jax.random.key(0), 1),
     np.zeros(1, np.int32),
-    np.array([[1, 1, 0]], np.float32),
+    np.array([[temperature, 1, 0]], np.float32),
     np.zeros(1, np.int32),
     jax.numpy.asarray(logits),
     vocab_size=299,
@@ -154,3 +169,16 @@ def test_unused_ids_do_not_hide_other_tokens():
   np.testing.assert_allclose(
     sampled, [-np.log1p(298 * np.exp(-10.0))], atol=1e-5
   )
+
+
+@pytest.mark.parametrize('temperature', [0, 1])
+def test_logits_that_are_no_numbers_give_an_id_in_use(temperature):
+  ids, *_ = _sample(
+    jax.random.split(jax.random.key(0), 1),
+    np.zeros(1, np.int32),
+    np.array([[temperature, 1, 0]], np.float32),
+    np.zeros(1, np.int32),
+    np.full((1, 300), np.nan, np.float32),
+    vocab_size=300,
+  )
+  assert 0 <= ids[0] < 300
