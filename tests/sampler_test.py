@@ -12,7 +12,7 @@ from configs import alfworld
 from gigpo_jax import builders, sampler
 from gigpo_jax import mesh as mesh_lib
 from gigpo_jax.models import parameters, quantization, qwen
-from gigpo_jax.programs import sampler_cache
+from gigpo_jax.programs import sampler_cache, sampler_programs
 from gigpo_jax.run import model_builders
 from gigpo_jax.tools import tpu_compile
 
@@ -702,6 +702,32 @@ def test_a_stop_token_may_be_the_only_token():
   entry.outputs.append(tuple(np.full((3, 1), STOP)))
   completion = entry.completion(1, False, frozenset({STOP}), None)
   assert completion.finish_reason == 'stop' and len(completion.ids) == 1
+
+
+@pytest.mark.parametrize('reuse', ['none', 'prompts'])
+def test_prompts_are_prefilled_by_their_agents(params, monkeypatch, reuse):
+  engine, seen = _sampler(reuse=reuse), []
+  cache, programs = engine._cache, engine._programs
+  monkeypatch.setattr(cache, '_put', lambda rows, moves: None)
+  monkeypatch.setattr(cache, '_take', lambda moves: None)
+  # The agents are the third argument after the parameters, or the fourth.
+  monkeypatch.setattr(
+    programs, 'prefill', lambda _, *args: seen.append(args[2])
+  )
+  monkeypatch.setattr(programs, 'extend', lambda _, *args: seen.append(args[3]))
+  engine.load(params)
+  for n, agent in enumerate((1, 0, 2)):
+    request = sampler.Request(
+      np.full(4, n + 8, np.int32), (n,) * 5, agent=agent
+    )
+    engine._waiting.append(sampler.Entry(n, request, 12, None))
+  entries = engine._admit()
+  engine.release()
+  (agents,) = seen
+  assert agents[:3].tolist() == [1, 0, 2] and not np.asarray(agents)[3:].any()
+  integers, _ = sampler._step_inputs(entries, 4)
+  names = sampler_programs.INTEGERS
+  assert integers[:, names.index('agent')].tolist() == [1, 0, 2, 0]
 
 
 def test_slots_without_a_request_exclude_no_tokens():
