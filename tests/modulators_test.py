@@ -166,7 +166,13 @@ def test_sums_that_cancel_are_equal():
 
 @pytest.mark.parametrize(
   ('right', 'wrong', 'weight'),
-  [((5, 9), (6, 7), 1.0), ((5,), (6, 7), 0.1), ((), (3,), 0.1), ((3,), (), 1)],
+  [
+    ((5, 9), (6, 7), 1.0),
+    ((5,), (6, 7), 0.1),
+    ((5,), (2, 6), 1.0),
+    ((), (3,), 0.1),
+    ((3,), (), 1),
+  ],
 )
 def test_adora_by_hand(right, wrong, weight):
   lengths = np.array(right, int), np.array(wrong, int)
@@ -179,6 +185,8 @@ def test_egpo_keeps_the_sign():
   actual = egpo.Modulator()(advantages, rows, signals)
   np.testing.assert_array_equal(np.sign(actual), np.sign(advantages))
   np.testing.assert_allclose(actual, advantages + np.abs(advantages) / 2)
+  with pytest.raises(ValueError, match='entropy_bound=1.0: .* above 1'):
+    egpo.Modulator(entropy_bound=1.0)
 
 
 def test_empg_by_hand():

@@ -125,6 +125,16 @@ def test_registries_are_sorted(registry):
   assert list(registry) == sorted(registry)
 
 
+@pytest.mark.parametrize(
+  'path', [*algorithms.REGISTRY.values(), *modulators.REGISTRY.values()]
+)
+def test_a_method_that_reads_success_says_so(path: str):
+  module = importlib.import_module(path)
+  method = getattr(module, 'Algorithm', None) or module.Modulator
+  if re.search(r'\.success\b', pathlib.Path(module.__file__).read_text()):
+    assert plugins.reads_success(method)
+
+
 def test_presets_are_for_known_variants():
   for name in envs.REGISTRY:
     assert envs.presets(name).keys() <= set(variants.PRESETS)

@@ -44,7 +44,7 @@ def _rows(row_multiple=4) -> batch.Rows:
     max_completion_tokens=3,
     row_multiple=row_multiple,
   )
-  rows.episodes[:3] = [0, 1, 1]
+  rows.episodes[:3] = rows.groups[:3] = [0, 1, 1]
   return rows
 
 
@@ -57,6 +57,7 @@ def test_the_solution_follows_the_head_of_the_template():
   # 5 + 4 tokens exceed the limit of 8.
   assert tokens[2] == []
   np.testing.assert_array_equal(scored.real, [True, True, False, False])
+  np.testing.assert_array_equal(scored.groups[:2], rows.groups[:2])
   np.testing.assert_array_equal(scored.prompt_lengths, [7, 8, 0, 0])
   assert scored.tokens.shape == rows.tokens.shape
   # Completions stay where the log-probs are compared.

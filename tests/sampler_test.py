@@ -766,6 +766,7 @@ def test_int8_weights_are_close_and_sharded(params):
   # Half a step; a step is the channel's largest weight over 127.
   error = np.abs(integers * np.asarray(scale) - matrix)
   assert (error <= 0.5001 * np.asarray(scale)).all()
+  assert (np.abs(integers).max(axis=1) == 127).all()
   mesh = mesh_lib.make_mesh(2, 2, 2)
   placed = jax.device_put(
     params, mesh_lib.shardings(mesh, parameters.logical_axes(CONFIG))
