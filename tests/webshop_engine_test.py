@@ -140,6 +140,7 @@ def test_goals_worked_out_by_hand(catalogue):
   )
   assert mug.price_upper == ceiling
   assert mug.weight == 0.25  # one attribute, which four goals have
+  assert goals._weight((), {}) == 0
   lamp = next(g for g in built if g.asin == LAMP['asin'])
   assert lamp.instruction_text == 'Find me easy lamps'
   assert lamp.price_upper == goals.NO_CEILING

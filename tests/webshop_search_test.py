@@ -111,6 +111,22 @@ def test_ties_are_in_order_of_names():
   assert results == sorted(range(200), key=lambda n: names[n])[:50]
 
 
+def test_blocks_that_may_hold_better_names_are_scored(monkeypatch):
+  monkeypatch.setattr(search, '_MAX_DIRECT_POSTINGS', 0)
+  monkeypatch.setattr(search, '_MIN_BOUND_POSTINGS', 1)
+  monkeypatch.setattr(search, '_FIRST_BLOCKS', 2)
+  builder = search.Builder()
+  for n in reversed(range(200)):
+    builder.add(f'{n:03}', ['same'] * 2)
+  index = search.Index(builder.arrays())
+  assert index.search('same', 50) == list(range(199, 149, -1))
+
+
+def test_a_word_may_occur_more_often_than_a_count_holds():
+  index, _ = build(['book ' * 2**16, 'book'])
+  assert sorted(index.search('book', 2)) == [0, 1]
+
+
 def test_unknown_and_stop_words_find_nothing():
   index, _ = build(['one two', 'two three'])
   assert index.search('the', 50) == []
