@@ -557,7 +557,7 @@ def _step_inputs(
   width = num_integers + sampler_programs.STREAM_SIZE
   integers = np.zeros((rows, width), np.int32)
   # Slots without a request exclude no tokens, which would take time.
-  floats = np.tile(_floats(Sampling()), (rows, 1))
+  floats = np.tile(np.float32(_floats(Sampling())), (rows, 1))
   for slot, entry in entries:
     request, options = entry.request, entry.request.sampling
     integers[slot, :num_integers] = (
@@ -575,6 +575,6 @@ def _step_inputs(
   return integers, floats
 
 
-def _floats(options: Sampling) -> np.ndarray:
-  """Returns `sampler_programs` FLOATS of a slot, [X]."""
-  return np.float32([getattr(options, n) for n in sampler_programs.FLOATS])
+def _floats(options: Sampling) -> tuple[float, ...]:
+  """Returns `sampler_programs` FLOATS of a slot."""
+  return options.temperature, options.top_p, options.min_p
