@@ -22,6 +22,7 @@ from gigpo_jax import (
   env_pool,
   metrics,
   options,
+  sampling,
   tokenizer,
   trajectory,
 )
@@ -51,7 +52,7 @@ class Options:
   every: int = options.number(5, low=0, note='0 is never')
   repeats: int = options.number(1, low=1)
   inside_rollout: bool = False
-  temperature: float = options.number(0.4, low=0, note='0 is greedy')
+  temperature: float = sampling.temperature_field(0.4)
   top_p: float = options.number(1.0, above=0, high=1)
   top_k: int = options.number(0, low=0, note='0 is off')
   min_p: float = options.number(0.0, low=0, high=1, note='0 is off')

@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Sequence
 
-from gigpo_jax import conversation, options, sampler, tokenizer
+from gigpo_jax import conversation, options, sampler, sampling, tokenizer
 from gigpo_jax.models import kv_cache
 
 SCHEDULES = ('async', 'lockstep')
@@ -41,8 +41,9 @@ class Options:
   )
   temperature: float = options.field(
     1.0,
-    lambda value: 1e-3 <= value < float('inf'),
-    'out of range; must be above 0; greedy episodes of a group are identical',
+    lambda value: sampling.MIN_TEMPERATURE <= value < float('inf'),
+    f'out of range; must be at least {sampling.MIN_TEMPERATURE}; greedy '
+    'episodes of a group are identical',
   )
   top_p: float = options.number(1.0, above=0, high=1)
   top_k: int = options.field(

@@ -8,6 +8,7 @@ tokens of a block.
 
 import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +20,17 @@ from gigpo_jax import options
 _MASKED = -1e30
 # Tokens of a block of the vocabulary.
 _BLOCK_SIZE = 128
+# Smallest temperature above 0, at which log-probs are still finite.
+MIN_TEMPERATURE = 1e-3
+
+
+def temperature_field(default: float) -> Any:
+  """Returns a field for a temperature, or 0, which is greedy."""
+  return options.field(
+    default,
+    lambda value: value == 0 or MIN_TEMPERATURE <= value < float('inf'),
+    f'out of range; must be at least {MIN_TEMPERATURE}, or 0, which is greedy',
+  )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,7 +45,7 @@ class Sampling:
     min_p: minimum probability of a token relative to the most likely token.
   """
 
-  temperature: float = options.number(1.0, low=0)
+  temperature: float = temperature_field(1.0)
   top_k: int = options.number(0, low=0)
   top_p: float = options.number(1.0, above=0, high=1)
   min_p: float = options.number(0.0, low=0, high=1)

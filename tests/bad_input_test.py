@@ -90,8 +90,11 @@ FIELDS = (
   _field('tasks.diversity_weight', 0.2, 'has no effect; needs tasks.draw'),
   _field('teacher.data', 'runs/a', 'or must be (empty)'),
   _field('reward.judge.url', 'http://a', 'must be (empty)'),
-  _field('rollout.temperature', 0.0, 'above 0'),
+  _field('rollout.temperature', 0.0, 'at least 0.001; greedy'),
   _field('rollout.temperature', 'nan', 'finite'),
+  _field(
+    'evaluation.temperature', 1e-9, 'at least 0.001, or 0, which is greedy'
+  ),
   _field('rollout.top_p', 1.5, 'at most 1'),
   _field('rollout.top_k', -1, 'must be 0, which is off, or at least 2'),
   _field('rollout.top_k', 1, 'greedy episodes of a group are identical'),

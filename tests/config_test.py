@@ -74,7 +74,7 @@ def _refusal(**changes) -> str:
     ('rollout.groups', 0, 'at least 1'),
     ('algorithm.root_share', 0.0, 'must be above 0, at most 1'),
     ('rollout.groups', 10_000, 'more groups than tasks; split train has'),
-    ('rollout.temperature', 0.0, 'above 0'),
+    ('rollout.temperature', 0.0, 'at least 0.001'),
     ('rollout.prefixes', (1,), 'different texts'),
     ('rollout.prefixes', ('a', 'a'), 'different texts'),
     ('rollout.horizon', None, 'wrong type; must be tuple'),

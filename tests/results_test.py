@@ -141,9 +141,16 @@ def test_data_are_those_of_the_first_period():
   late = dict.fromkeys(early, 1.0)
   rows = [_row('gigpo', 0, 0, 0.1), _row('gigpo', 0, 5, 0.9, **early)]
   rows += [_row('gigpo', 0, 9, 0.9, **late), _row('grpo', 0, 0, 0.3)]
-  assert results.data_table(rows).splitlines()[2:] == [
-    '| toy | 1 | 10.0 % | 8.0 | 50.0% | 25.0% | 0.75 | 12.5% |'
+  critic = early | {'advantage__correlation': None}
+  rows += [_row('ppo', 0, 0, 0.2), _row('ppo', 0, 5, 0.4, **critic)]
+  lines = [
+    '| toy | gigpo | 1 | 10.0 % | 8.0 | 50.0% | 25.0% | 0.75 | 12.5% |',
+    '|  | ppo | 1 | 20.0 % | 8.0 | 50.0% | 25.0% | – | 12.5% |',
   ]
+  assert results.data_table(rows).splitlines()[2:] == lines
+  # GRPO has no evaluation after the start.
+  alone = results.data_table(rows, ['grpo', 'gigpo'])
+  assert alone.splitlines()[2:] == lines[:1]
 
 
 def test_effects_prefer_tests_to_evaluations(tmp_path):

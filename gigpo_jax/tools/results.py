@@ -163,43 +163,58 @@ def _cells(
   return str(gap), f'{p:.2g}'
 
 
-def data_table(evaluations: Sequence[Mapping]) -> str:
-  """Returns the table of what GiGPO's runs were trained on.
+def data_table(
+  evaluations: Sequence[Mapping], methods: Iterable[str] | None = None
+) -> str:
+  """Returns the table of what runs were trained on.
 
   Success at the start is that of the first evaluation. The other columns are
   means over the iterations before the second one.
 
   Args:
     evaluations: rows of `sweep_table.read`.
+    methods: names of the methods; None: all.
   """
   rows = []
   for experiment in dict.fromkeys(row['experiment'] for row in evaluations):
-    runs = _rows_of(evaluations, experiment, GIGPO)
-    first = [row for row in runs if row['iteration'] == 0]
-    early = {}
-    for row in runs:
-      if row['iteration']:
-        early.setdefault(row['seed'], row)
-    if not early:
-      continue
-
-    def mean(name: str, early=early) -> float:
-      return float(np.mean([row[name] for row in early.values()]))
-
-    rows.append(
-      (
-        experiment,
-        len(first),
-        f'{100 * np.mean([row["eval/success_rate"] for row in first]):.1f} %',
-        *law.predictor_cells({p: mean(p) for p in _OTHER_PREDICTORS})[1:],
-        f'{mean("advantage/zero_variance_groups"):.1%}',
-      )
+    names = dict.fromkeys(
+      row['name'] for row in evaluations if row['experiment'] == experiment
     )
+    label = experiment
+    for name in names if methods is None else methods:
+      cells = _data_cells(_rows_of(evaluations, experiment, name))
+      if cells:
+        rows.append((label, name, *cells))
+        label = ''
   columns = (
-    *('environment', 'seeds', 'success at the start', 'steps', 'revisits'),
-    *('singletons', 'correlation', 'zero variance'),
+    *('environment', 'method', 'seeds', 'success at the start', 'steps'),
+    *('revisits', 'singletons', 'correlation', 'zero variance'),
   )
   return plots.table(columns, rows)
+
+
+def _data_cells(runs: Sequence[Mapping]) -> tuple:
+  """Returns the cells of `data_table` of a method's runs; () if none."""
+  first = [row for row in runs if row['iteration'] == 0]
+  early: dict[int, Mapping] = {}
+  for row in runs:
+    if row['iteration']:
+      early.setdefault(row['seed'], row)
+  if not early:
+    return ()
+
+  def mean(name: str) -> float:
+    values = [row[name] for row in early.values() if row[name] is not None]
+    return float(np.mean(values)) if values else np.nan
+
+  predictors = law.predictor_cells({p: mean(p) for p in _OTHER_PREDICTORS})[1:]
+  return (
+    len(first),
+    f'{100 * np.mean([row["eval/success_rate"] for row in first]):.1f} %',
+    # A method with a critic has no A_E and A_S.
+    *(_MISSING if cell == 'nan' else cell for cell in predictors),
+    f'{mean("advantage/zero_variance_groups"):.1%}',
+  )
 
 
 # Question: the methods whose difference answers it.
@@ -434,7 +449,8 @@ BLOCKS = {
   'averages': averages_block,
   'credit': credit_block,
   'controls': lambda: controls_table(_tests()),
-  'data': lambda: data_table(_evaluations('credit')),
+  'data': lambda: data_table(_evaluations('credit'), [GIGPO]),
+  'data_all': lambda: data_table(_evaluations('credit')),
   'dial': dial_block,
   'equal': lambda: equal_cost.table(_evaluations('credit'), law.BASELINE),
   'equal_dial': equal_dial_block,
