@@ -37,7 +37,7 @@ from ml_collections import config_dict
 from configs import base, sizes, variants
 
 # Learning rates of `:mini`; see sizes.use_mini.
-RATES = {'gigpo': 1.5e-4, 'grpo': 1.5e-4}
+RATES = {'gigpo': 1.5e-4, 'grpo': 1.5e-4, 'g2po': 1.5e-4}
 
 SIZES = ('1.5b', 'tiny', 'mini', 'car', 'smoke')
 
