@@ -1,12 +1,13 @@
 """Tests of the help desk: tools, policy, user, checker, expert, anchors."""
 
+import dataclasses
 import itertools
 import json
 
 import pytest
 
 import envs
-from envs import base, tool_calls
+from envs import base, narrator, tool_calls
 from envs.helpdesk import cases, database, expert, tools
 from envs.helpdesk import env as helpdesk
 
@@ -155,6 +156,7 @@ def test_only_the_exact_database_succeeds(start, case, responses, success):
     (('change_address', 'W2', 'x'), 'Error: the order is delivered, not pen'),
     (('exchange_order', 'W1', 'P3'), 'Error: chair is not an option of lamp'),
     (('exchange_order', 'W1', 'P9'), 'Error: no such row in products: P9'),
+    (('exchange_order', 'W3', 'P1'), 'Error: the order is shipped, not pend'),
     (('close_case', 'maybe'), 'Error: outcome must be done or refused'),
     (('get_order', 'W3'), '{"product": "lamp", "option": "blue", "status": "s'),
   ],
@@ -188,6 +190,17 @@ def test_writes_by_hand():
   assert marked == {*_WRITES, tools.CLOSE}
 
 
+def test_tools_do_not_check_the_policy(start):
+  products = [(*row[:4], 0) for row in TABLES['products']]
+  sold_out = dataclasses.replace(
+    EXCHANGE, allowed=False, tables=TABLES | {'products': products}
+  )
+  env, _ = start(sold_out)
+  exchanged = env.step(expert.respond(EXCHANGE.call)).observation
+  assert exchanged.text == 'exchanged'
+  assert not env.step(DONE).success
+
+
 _WRITES = ('cancel_order', 'return_order', 'change_address', 'exchange_order')
 
 
@@ -209,6 +222,29 @@ def test_invalid_responses_change_nothing(start, response, text):
   assert not result.valid and not result.reward
   assert result.observation.text.startswith(text)
   assert result.observation.anchor == first.anchor
+
+
+def test_an_invalid_action_is_the_end_of_its_response(start):
+  env, _ = start(EXCHANGE)
+  response = f'{"a" * 99}<tool_call>{{"name": "x"'
+  assert env.step(response).action == response[-narrator.UNPARSED_CHARACTERS :]
+
+
+def test_a_response_with_several_calls(start):
+  env, _ = start(EXCHANGE)
+  result = env.step(FIND + _call('fly') + _call('find_order') + ORDER)
+  assert result.valid
+  assert [message.text for message in result.observation.messages] == [
+    '{"user_id": "U1"}',
+    'Error: there is no tool fly',
+    'Error: find_order needs user_id, product',
+    '{"order_id": "W1", "status": "pending"}',
+  ]
+  # The ninth call is ignored.
+  exchange = expert.respond(EXCHANGE.call)
+  results = [env.step(FIND * n + exchange) for n in (8, 7)]
+  assert [len(r.observation.messages) for r in results] == [8, 8]
+  assert ['exchanged' in r.observation.text for r in results] == [False, True]
 
 
 def test_the_user_answers_what_is_asked(start):
@@ -250,10 +286,13 @@ def test_anchors_are_what_is_known_and_changed(start):
 def test_brief_messages_repeat_what_is_known(start):
   env, first = start(EXCHANGE, prompt_style='brief')
   assert first.text == EXCHANGE.request and not first.tools
-  texts = [
-    env.step(response).observation.text
+  observations = [
+    env.step(response).observation
     for response in ('Who are you?', 'Why?', FIND, FIND, _call('fly'))
   ]
+  roles = [[m.role for m in shown.messages] for shown in observations]
+  assert roles == [['user'], ['user'], ['tool'], ['tool'], ['user']]
+  texts = [shown.text for shown in observations]
   asked = f'{EXCHANGE.request}\nI am Ann Bell, zip code 111.'
   with_user = f'{asked}\n{{"user_id": "U1"}}'
   assert texts == [
@@ -282,6 +321,9 @@ def test_brief_calls_leave_out_what_is_known(start):
   env.step('Who are you?')
   result = env.step(_call('find_user', zip_code='222'))
   assert '"zip_code": "222"' in result.action and 'Ann Bell' in result.action
+  # The option of the order is not the one that the user wants.
+  env.step(_call('get_order', order_id='W1'))
+  assert not env.step(find_product).valid
   # With definitions, calls must be complete.
   env, _ = start(EXCHANGE)
   env.step('Who are you?')
@@ -321,9 +363,19 @@ def test_the_expert_solves_every_kind_of_case():
     steps = list(env.demonstrate(base.Task('test', index), noise=0, seed=0))
     assert env._db.rows() == env._goal
     assert all(message.role != 'system' for message in steps[0][0].messages)
-    lengths.setdefault(info.task_type(index), set()).add(len(steps))
-  assert lengths.keys() == {*cases.KINDS, 'refuse'}
-  assert lengths['exchange'] == {7} and lengths['refuse'] <= {4, 5, 6}
+    case = env._case
+    assert info.task_type(index) == case.task_type
+    lengths.setdefault((case.kind, case.allowed), set()).add(len(steps))
+  # A refused cancellation needs no reason: the order shows its status.
+  assert lengths == {
+    ('cancel', True): {6},
+    ('cancel', False): {4},
+    ('address', True): {6},
+    ('return', True): {6},
+    ('return', False): {5},
+    ('exchange', True): {7},
+    ('exchange', False): {6},
+  }
 
 
 def test_a_noisy_expert_errs_and_stops_after_a_wrong_change():
@@ -344,6 +396,9 @@ def test_mistakes_have_a_fixed_order():
     if isinstance(choice, tool_calls.Call) and choice.name == 'find_product'
   ]
   assert options == ['red', 'blue']  # As in the table.
+  # Without knowledge there are no ids to call tools with.
+  *asked, close, refuse = expert.choices(EXCHANGE, {})
+  assert len(asked) == 4 and close.name == refuse.name == tools.CLOSE
 
 
 def test_cases_depend_on_split_index_and_seed_only():
@@ -362,6 +417,37 @@ def test_cases_depend_on_split_index_and_seed_only():
   }
   for one, other in itertools.combinations(rows.values(), 2):
     assert len(one) == 40 and not one & other
+
+
+def test_options_of_the_generator():
+  seeds = [
+    envs.tasks('helpdesk', 'train', generator={'seed': seed})[0]
+    for seed in (0, 1)
+  ]
+  assert seeds[0] != seeds[1]
+  env = envs.make('helpdesk', generator={'users': 5})
+  env.reset(TASK)
+  assert len(env._db.find('users')) == 5
+
+
+def test_requests_against_the_policy_differ_from_the_others():
+  checked, counts = set(), set()
+  for seed in range(100):
+    case = cases.generate(seed)
+    db = database.Database(case.tables)
+    (order,) = db.find('orders', order_id=case.call.arguments['order_id'])
+    if case.kind == 'cancel':
+      assert order['status'] == ('pending' if case.allowed else 'shipped')
+    elif case.kind == 'exchange':
+      wanted = case.call.arguments['product_id']
+      (product,) = db.find('products', product_id=wanted)
+      assert order['status'] == 'pending'
+      assert product['stock'] == (3 if case.allowed else 0)
+    checked.add((case.kind, case.allowed))
+    # All users have orders.
+    for user in db.find('users'):
+      counts.add(len(db.find('orders', user_id=user['user_id'])))
+  assert len(checked) == 7 and counts == {2, 3}
 
 
 def test_returns_are_allowed_up_to_the_last_day():

@@ -59,6 +59,26 @@ def test_challenges_can_be_won(challenge, settings):
   env.close()
 
 
+def test_noise_depends_on_its_seed(env):
+  first, repeated, other = (
+    [response for _, response in env.demonstrate(TASK, noise=1.0, seed=seed)]
+    for seed in (0, 0, 1)
+  )
+  assert first == repeated != other
+
+
+def test_the_expert_stops_where_a_game_cannot_be_won(env, monkeypatch):
+  step = env.step
+
+  def lose_the_way(response):
+    result = step(response)
+    env._state['policy_commands'] = []
+    return result
+
+  monkeypatch.setattr(env, 'step', lose_the_way)
+  assert len(list(env.demonstrate(TASK, noise=0.0, seed=0))) == 1
+
+
 def test_first_observation(env):
   first = env.reset(TASK)
   assert first.text.startswith('-= ')
@@ -126,13 +146,47 @@ def test_step_limit_ends_an_episode():
 
 def test_score_survives_an_inadmissible_last_command():
   env = textworld_games.Env(max_steps=1, **SMALL)
-  # As if one of four tasks of a game were done, or a game had no tasks.
-  for score, maximum, share in ((1, 4, 0.25), (0, 0, 0.0)):
+  # As if one of four tasks of a game were done, a game had no tasks, or the
+  # score were negative.
+  for score, maximum, share in ((1, 4, 0.25), (0, 0, 0.0), (-1, 4, 0.0)):
     env.reset(TASK)
     env._state['score'], env._state['max_score'] = score, maximum
     result = env.step(_respond('fly away'))
     assert result.done and not result.success and result.score == share
   env.close()
+
+
+def test_a_lost_game_ends(env):
+  env.reset(TASK)
+  env._state['lost'] = True
+  result = env.step(_respond('fly away'))
+  assert result.done and not result.success and result.reward == 0
+
+
+def test_compiled_games_depend_on_every_setting(monkeypatch):
+  monkeypatch.setattr(textworld_games.cache, 'ensure', lambda folder, _: folder)
+  level = {'level': 1}
+  options = [
+    (0, 'coin_collector', level),
+    (1, 'coin_collector', level),
+    (0, 'treasure_hunter', level),
+    (0, 'coin_collector', {'level': 2}),
+  ]
+  paths = {textworld_games.compiled(*arguments) for arguments in options}
+  monkeypatch.setattr(textworld_games._textworld(), '__version__', '9')
+  paths.add(textworld_games.compiled(*options[0]))
+  assert len(paths) == len(options) + 1
+
+
+def test_settings_of_games():
+  settings = textworld_games.parse('custom', {})
+  assert settings == {'rooms': 3, 'objects': 4, 'quest_length': 3}
+  settings = textworld_games.parse('cooking', {'recipe': 1, 'cook': False})
+  assert settings['recipe'] == 1 and settings['cook'] is False
+  chosen = {'rooms': 2, 'objects': 5, 'quest_length': 1}
+  _, options = textworld_games._draw(0, 'custom', chosen)
+  drawn = (options.nb_rooms, options.nb_objects, options.quest_length)
+  assert drawn == (2, 5, 1)
 
 
 def test_games_are_a_function_of_the_task(env, tmp_path, monkeypatch):
@@ -157,7 +211,11 @@ def test_games_are_compiled_and_played_without_warnings():
   env.close()
 
 
-def test_sizes_of_splits():
+def test_sizes_and_seeds_of_splits():
+  first, other = (
+    textworld_games.Env(seed=seed, **SMALL).games('train')[0] for seed in (0, 1)
+  )
+  assert first != other
   assert len(envs.tasks('textworld', 'train', num_games=7, **SMALL)) == 7
   assert len(envs.tasks('textworld', 'valid', **SMALL)) == 1_000
 
@@ -188,6 +246,21 @@ def test_games_that_cannot_be_drawn_are_refused(monkeypatch):
   impossible = {'challenge': 'coin_collector', 'settings': {'level': 999}}
   with pytest.raises(ValueError, match=r'drawn in 2 attempts \(Expected level'):
     envs.tasks('textworld', 'train', **impossible)
+
+
+def test_each_attempt_draws_another_game(tmp_path, monkeypatch):
+  drawn = set()
+
+  def draw(seed, *_):
+    drawn.add(seed)
+    raise AssertionError
+
+  monkeypatch.setattr(textworld_games, '_draw', draw)
+  with pytest.raises(ValueError, match=r'in 10 attempts \(AssertionError\)'):
+    textworld_games._compile_game(
+      tmp_path, seed=0, challenge='custom', settings={}
+    )
+  assert len(drawn) == 10
 
 
 def test_unknown_splits_are_refused():

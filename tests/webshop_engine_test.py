@@ -259,13 +259,99 @@ def test_search_works_on_any_page_and_clears_options(catalogue):
   session = open_session(catalogue)
   session.step('search[mug]')
   session.step('click[b000000001]')
-  session.step('click[large]')
-  assert '/search_results/0/lamp/1' in session.step('search[lamp]').url
-  session.step('click[b000000002]')
+  page = session.step('click[large]')
+  assert (page.product, page.options) == ('B000000001', {'size': 'large'})
+  page = session.step('search[lamp]')
+  assert page.url.endswith('/search_results/0/lamp/1')
+  assert (page.product, page.options) == ('', {})
+  page = session.step('click[b000000002]')
+  assert page.url.endswith('/item_page/0/B000000002/lamp/1/{}')
   assert session.step('click[< prev]').url.endswith('/lamp/1')
   # A search without argument does nothing. Words are split at single spaces.
   assert session.step('search[]').url.endswith('/lamp/1')
   assert session.step('search[a  b]').url.endswith('/a++b/1')
+
+
+def test_back_to_search_clears_product_and_options(catalogue):
+  session = open_session(catalogue)
+  for action in ('search[mug]', 'click[b000000001]', 'click[large]'):
+    session.step(action)
+  page = session.step('click[back to search]')
+  assert (page.product, page.options) == ('', {})
+
+
+@pytest.mark.parametrize(
+  ('action', 'url'),
+  [
+    ('search[mug] now', '/search_results/0/mug/1'),
+    ('search[mug]]', '/search_results/0/mug]/1'),
+    # The argument starts at the last bracket: this is no search.
+    ('search[red [mug]]', '/0'),
+  ],
+)
+def test_actions_are_split_as_in_the_original(catalogue, action, url):
+  page = open_session(catalogue).step(action)
+  assert page.url == f'http://127.0.0.1:3000{url}'
+
+
+def test_words_of_a_query_may_name_a_page(catalogue):
+  # The original looks for the page in the URL, which has the query.
+  session = open_session(catalogue)
+  session.step('search[mug item_page]')
+  assert session.step('click[next >]').url.endswith('/mug+item_page/2')
+  session.step('search[mug search_results]')
+  session.step('click[b000000001]')
+  page = session.step('click[< prev]')
+  assert page.url.endswith('/mug+search_results/0')
+  assert page.clickables == ('back to search', 'next >')
+
+
+@pytest.fixture(scope='module', name='mugs')
+def fixture_mugs():
+  """Returns a catalogue of sixty mugs."""
+  return products.from_records(
+    [MUG | {'asin': f'B0000001{n:02}'} for n in range(60)], {}
+  )
+
+
+def page_through(session, action):
+  """Returns the products of the pages of a search, page by page."""
+  shown, page = [], session.step(action)
+  while links := [c for c in page.clickables if c.startswith('b0')]:
+    shown.append(links)
+    page = session.step('click[next >]')
+  return shown
+
+
+def test_pages_of_ten_of_at_most_fifty_results(catalogue, mugs):
+  session = open_session(mugs, goal=find_goal(catalogue))
+  shown = page_through(session, 'search[mug]')
+  assert [len(links) for links in shown] == [10] * 5
+  assert len({link for links in shown for link in links}) == 50
+  page = session.step('click[< prev]')
+  assert page.clickables[3:] == tuple(shown[4])
+  # A product's page leads back to its page of results.
+  session.step('search[mug]')
+  session.step('click[next >]')
+  session.step(f'click[{shown[1][0]}]')
+  page = session.step('click[< prev]')
+  assert page.url.endswith('/mug/2')
+  assert page.clickables[3:] == tuple(shown[1])
+
+
+def test_random_products_differ_by_search_and_seed(catalogue, mugs):
+  first, again, other = (
+    open_session(mugs, goal=find_goal(catalogue), seed=seed)
+    for seed in (0, 0, 1)
+  )
+  shown = page_through(first, 'search[<r>]')
+  assert [len(links) for links in shown] == [10] * 5
+  assert len({link for links in shown for link in links}) == 50
+  assert page_through(again, 'search[<r>]') == shown
+  assert page_through(other, 'search[<r>]') != shown
+  assert page_through(first, 'search[<r>]') != shown
+  first.reset(find_goal(catalogue))
+  assert page_through(first, 'search[<r>]') == shown
 
 
 def test_option_with_the_name_of_a_button(catalogue):
@@ -278,6 +364,33 @@ def test_option_with_the_name_of_a_button(catalogue):
   session.step('click[< prev]')
   # A value of two options sets the last option.
   assert session.step('click[twice]').url.endswith('{"other": "twice"}')
+
+
+def test_options_that_read_like_other_buttons(catalogue):
+  values = [{'value': 'Buy Now'}, {'value': 'Back to Search'}]
+  rack = RACK | {'customization_options': {'kind': values}}
+  session = open_session(
+    products.from_records([rack], {}), goal=find_goal(catalogue)
+  )
+  actions = ('search[rack]', 'click[b000000003]', 'click[back to search]')
+  assert [session.step(action) for action in actions][-1].has_search_bar
+  actions = (*actions[:2], 'click[buy now]')
+  assert [session.step(action) for action in actions][-1].done
+
+
+def test_a_description_of_a_line_break_is_not_shown(catalogue):
+  mug = MUG | {'full_description': '\n'}
+  session = open_session(
+    products.from_records([mug], {}), goal=find_goal(catalogue)
+  )
+  session.step('search[mug]')
+  session.step('click[b000000001]')
+  assert session.step('click[description]').text.endswith('[SEP] < Prev')
+
+
+def test_unknown_observation_modes_are_refused(catalogue):
+  with pytest.raises(ValueError, match='observation=x: must be one of text, t'):
+    engine.Shop(catalogue, observation='x')
 
 
 def test_the_attributes_page(catalogue):
@@ -310,6 +423,7 @@ def test_special_searches(catalogue):
 
   assert results('search[<q> lamps]') == ['b000000002']
   assert results('search[<c> garden]') == ['b000000001', 'b000000003']
+  assert results('search[<c> garden mugs]') == ['b000000001', 'b000000003']
   assert results('search[<a> gift]') == ['b000000001']
   assert results('search[<c>]') == []
   assert sorted(results('search[<r>]')) == [
@@ -360,6 +474,38 @@ def test_type_scores_worked_out_by_hand(
     goal, query='cups', product_category=f'{shared} › Cups'
   )
   assert reward.type_score(catalogue[0], goal) == expected
+
+
+def test_the_price_drawn_from_the_range_is_paid(catalogue):
+  goal = find_goal(catalogue, LAMP['asin'])
+  lamp_prices = []
+  for seed in (0, 1):
+    price = engine.Shop(catalogue, seed=seed).price(1)
+    assert price == goals.prices(catalogue, seed=seed)[1]
+    for limit, is_paid in ((price - 0.01, False), (price, True)):
+      limited = dataclasses.replace(goal, price_upper=limit)
+      session = open_session(catalogue, goal=limited, seed=seed)
+      for action in ('search[lamp]', 'click[b000000002]'):
+        session.step(action)
+      parts = session.step('click[buy now]').reward_parts
+      assert parts['r_price'] == is_paid
+    lamp_prices.append(price)
+  assert lamp_prices[0] != lamp_prices[1]
+
+
+def test_receipts_have_the_options_as_json_in_html(catalogue):
+  session = open_session(catalogue)
+  for action in (
+    'search[mug]',
+    'click[b000000001]',
+    "click[12' features]",
+    'click[wine red]',
+  ):
+    session.step(action)
+  options = '{"color": "wine red", "size": "12\\u0027 features"}'
+  assert f'[SEP] {options} [SEP]' in session.step('click[buy now]').text
+  escaped = engine._json_in_html({'a': '<b> & c'})
+  assert escaped == '{"a": "\\u003cb\\u003e \\u0026 c"}'
 
 
 def test_wanted_pairs_are_compared_as_text():

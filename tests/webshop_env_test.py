@@ -50,6 +50,8 @@ def test_the_correct_purchase_gives_a_reward_of_ten():
   assert [r.success for r in results] == [False] * (len(results) - 1) + [True]
   assert [r.score for r in results] == [None] * (len(results) - 1) + [1.0]
   assert last.done and last.observation is None
+  assert last.metrics['webshop_score'] == 1.0
+  assert last.final_anchor.startswith("'Thank you for shopping")
   assert all(r.valid for r in results)
   assert all(r.metrics['inadmissible_action_rate'] == 0 for r in results)
 
@@ -160,6 +162,24 @@ def test_the_state_has_the_chosen_options():
   chosen = f'\n{by_action[plan[first]]}'
   pages = [f'{page}\n{product}' for page in pages]
   assert states == [pages[0], *(f'{page}{chosen}' for page in pages[1:])]
+
+
+def test_the_state_is_the_same_in_any_order_of_options():
+  env = _env(anchor='state')
+  task, options = next(
+    (task, options)
+    for task in (base.Task('train', index) for index in range(50))
+    if len(options := env.goal(task).goal_options) == 2
+  )
+  search, link = _plan(env, task)[:2]
+  one, other = (f'click[{value}]' for value in options.values())
+  anchors = []
+  for order in ((one, other), (other, one)):
+    env.reset(task)
+    steps = [env.step(_respond(a)) for a in (search, link, *order)]
+    anchors.append([step.observation.anchor for step in steps])
+  assert anchors[0][-1] == anchors[1][-1]
+  assert anchors[0][-2] != anchors[1][-2]
 
 
 def test_the_state_has_the_product():
@@ -312,6 +332,17 @@ def test_the_oracle_recovers_from_random_actions():
   assert outcomes['long'] > 5
   noisy = [list(env.demonstrate(TASK, noise=0.6, seed=s)) for s in (0, 1)]
   assert noisy[0] != noisy[1]
+
+
+def test_a_mistaken_search_has_one_word_of_the_instruction():
+  env = _env()
+  words = set()
+  for seed in range(5):
+    _, response = next(env.demonstrate(TASK, noise=1.0, seed=seed))
+    words.add(env._transcript.parse(response)[0])
+  phrase = oracle.phrase(env.goal(TASK)).lower()
+  assert words <= {f'search[{word}]' for word in phrase.split()}
+  assert len(words) > 1
 
 
 def test_the_oracle_searches_with_words_of_the_instruction():

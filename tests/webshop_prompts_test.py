@@ -77,10 +77,19 @@ def test_parsing_pages():
   )
 
 
-def test_a_bullet_point_may_read_like_a_button():
-  page = _read(f'{SUB_PAGE} [SEP] Buy Now', SUB_PAGE_CLICKABLES)
+@pytest.mark.parametrize('line', ['Buy Now', 'Search', 'Total results', TASK])
+def test_a_bullet_point_may_read_like_another_part(line: str):
+  page = _read(f'{SUB_PAGE} [SEP] {line}', SUB_PAGE_CLICKABLES)
   assert page.page_type == 'sub_page'
-  assert page.lines == ('Soft and sweet.', 'Buy Now')
+  assert page.lines == ('Soft and sweet.', line)
+
+
+@pytest.mark.parametrize('name', ['Features', 'Price: size'])
+def test_an_option_may_be_called_like_another_part(name: str):
+  plain = _read(ITEM, ITEM_CLICKABLES)
+  options = {name: plain.options['size'], 'color': plain.options['color']}
+  page = _read(ITEM.replace('size', name), ITEM_CLICKABLES)
+  assert page == dataclasses.replace(plain, options=options)
 
 
 def test_blanks_around_an_instruction_do_not_matter():
