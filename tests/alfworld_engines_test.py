@@ -328,6 +328,189 @@ def test_won_game_continues_and_can_be_undone():
   assert (undone.won, undone.score, undone.done) == (False, 0, False)
 
 
+# -- the native engine by hand -----------------------------------------------
+
+ROOM = (
+  # Type, last part of the id, index of the location, whether it opens.
+  ('Desk', 'a', 1, False),
+  ('Shelf', 'a', 2, False),
+  ('Shelf', 'b', 2, False),
+  ('Fridge', 'a', 3, True),
+  ('Microwave', 'a', 4, True),
+  ('TVStand', 'a', 5, False),
+  ('TowelHolder', 'a', 6, False),
+)
+THINGS = (
+  ('Mug', 'pickupable cleanable', 'Shelf_bar__a'),
+  ('Pen', 'pickupable', 'Shelf_bar__b'),
+  ('Potato', 'pickupable heatable coolable sliceable', 'Shelf_bar__b'),
+  ('Knife', 'pickupable', 'Desk_bar__a'),
+  ('DeskLamp', 'toggleable', 'Desk_bar__a'),
+)
+
+
+def small_world(
+  task_type: str,
+  object_type: str,
+  receptacle_type: str,
+  things: tuple[tuple[str, str, str], ...] = THINGS,
+) -> world_lib.World:
+  """Returns a world with the room above, in which the agent starts afar."""
+  locations = tuple(f'loc_bar_{n}_bar_2_bar_0_bar_30' for n in range(7))
+  receptacles = tuple(
+    world_lib.Receptacle(f'{name}_bar__{part}', name, locations[at], openable)
+    for name, part, at, openable in ROOM
+  )
+  at = {r.id: r.location for r in receptacles}
+  objects = tuple(
+    world_lib.Object(
+      id=f'{name}_bar__{n}',
+      type=name,
+      location=at[holder],
+      receptacle=holder,
+      flags=frozenset(flags.split()),
+    )
+    for n, (name, flags, holder) in enumerate(things)
+  )
+  return world_lib.World(
+    name='small/trial',
+    receptacles=receptacles,
+    objects=objects,
+    can_contain=frozenset(
+      (r.type, o.type) for r in receptacles for o in objects
+    ),
+    locations=locations,
+    start=locations[0],
+    goal=world_lib.Goal(task_type, object_type, receptacle_type),
+    task='do it.',
+  )
+
+
+def play_natively(
+  world: world_lib.World, *commands: str, spelling: str = 'move'
+) -> list[world_lib.State]:
+  engine = native.NativeEngine(spelling=spelling)
+  engine.load(world)
+  states = [engine.reset()]
+  for command in commands:
+    assert command in states[-1].admissible, command
+    states.append(engine.step(command))
+  return states
+
+
+@pytest.mark.parametrize('seed', range(6))
+def test_reset_restores_the_initial_state(seed):
+  rng = random.Random(seed)
+  engine = native.NativeEngine()
+  engine.load(odd_world(seed))
+  states, commands = [engine.reset()], []
+  for _ in range(60):
+    commands.append(choose(rng, states[-1], ['look']))
+    states.append(engine.step(commands[-1]))
+  assert [engine.reset(), *map(engine.step, commands)] == states
+
+
+def test_reset_puts_moved_objects_back():
+  engine = native.NativeEngine()
+  engine.load(small_world('pick_and_place_simple', 'Mug', 'Desk'))
+  engine.reset()
+  carry = ('go to shelf 1', 'take potato 1 from shelf 1', 'go to desk 1')
+  for command in (*carry, 'move potato 1 to desk 1'):
+    engine.step(command)
+  engine.reset()
+  for command in ('go to desk 1', 'take knife 1 from desk 1', 'go to shelf 1'):
+    state = engine.step(command)
+  assert 'slice potato 1 with knife 1' in state.admissible
+
+
+def test_an_object_is_examined_under_the_lamp():
+  world = small_world('look_at_obj_in_light', 'Pen', 'DeskLamp')
+  *_, there, lit, away, held, won = play_natively(
+    world,
+    *('go to desk 1', 'use desklamp 1'),
+    *('go to shelf 1', 'take pen 1 from shelf 1', 'go to desk 1'),
+  )
+  assert not any(state.won for state in (there, lit, away, held))
+  assert won.won
+
+
+def test_two_objects_must_be_in_one_receptacle():
+  things = [('Pen', 'pickupable', 'Desk_bar__a')] * 2
+  world = small_world('pick_two_obj_and_place', 'Pen', 'Shelf', things)
+
+  def carry(pen: int, shelf: int) -> list[str]:
+    return [
+      'go to desk 1',
+      f'take pen {pen} from desk 1',
+      f'go to shelf {shelf}',
+      f'move pen {pen} to shelf {shelf}',
+    ]
+
+  assert play_natively(world, *carry(1, 1), *carry(2, 1))[-1].won
+  apart = play_natively(world, *carry(1, 1), *carry(2, 2))
+  assert not any(state.won for state in apart)
+
+
+def test_heat_and_cold_exclude_each_other():
+  world = small_world('pick_heat_then_place_in_recep', 'Potato', 'Desk')
+  states = play_natively(
+    world,
+    *('go to shelf 1', 'take potato 1 from shelf 1', 'go to microwave 1'),
+    *('heat potato 1 with microwave 1', 'examine potato 1', 'go to fridge 1'),
+    *('cool potato 1 with fridge 1', 'examine potato 1', 'go to desk 1'),
+    *('move potato 1 to desk 1', 'take knife 1 from desk 1'),
+    *('slice potato 1 with knife 1', 'move knife 1 to desk 1'),
+    *('take potato 1 from desk 1', 'examine potato 1'),
+  )
+  assert [s.feedback for s in states if s.feedback.startswith('This is')] == [
+    'This is a hot potato 1.',
+    'This is a cold potato 1.',
+    'This is a cool sliced potato 1.',
+  ]
+  assert not any(state.won for state in states)
+
+
+def test_a_hot_object_counts_only_if_it_can_be_heated():
+  for flag, won in (('heatable', True), ('cleanable', False)):
+    potato = ('Potato', f'pickupable isHot {flag}', 'Shelf_bar__b')
+    world = small_world(
+      'pick_heat_then_place_in_recep', 'Potato', 'Desk', (*THINGS, potato)
+    )
+    commands = ('go to shelf 1', 'take potato 1 from shelf 1', 'go to desk 1')
+    *_, last = play_natively(world, *commands, 'move potato 1 to desk 1')
+    assert last.won == won
+
+
+def test_listings_are_in_the_order_of_lower_case_names():
+  # Each of the two is moved to the other shelf and back.
+  first, *_, swapped = play_natively(
+    small_world('pick_and_place_simple', 'Mug', 'Desk'),
+    *('go to shelf 1', 'take mug 1 from shelf 2', 'move mug 1 to shelf 1'),
+    *('take mug 1 from shelf 1', 'move mug 1 to shelf 2'),
+    *('take pen 1 from shelf 1', 'move pen 1 to shelf 2'),
+    *('take pen 1 from shelf 2', 'move pen 1 to shelf 1', 'look'),
+  )
+  assert 'a towelholder 1, and a tvstand 1.\n' in first.feedback
+  assert swapped.feedback == (
+    'You are facing the shelf 2, and shelf 1. Next to it, you see a mug 1, '
+    'and a pen 1.'
+  )
+
+
+def test_the_old_spelling_by_hand():
+  first, arrived, _, moved = play_natively(
+    small_world('pick_and_place_simple', 'Mug', 'Desk'),
+    *('go to shelf 1', 'take pen 1 from shelf 1', 'put pen 1 in/on shelf 2'),
+    spelling='put',
+  )
+  assert 'help' not in first.admissible
+  # Locations are numbered downwards too; the start is loc 7.
+  assert arrived.feedback == (
+    'You arrive at loc 5. On the shelf 1, you see a pen 1, and a potato 1.'
+  )
+  assert moved.feedback == 'You put the pen 1 in/on the shelf 2.'
+
+
 def test_unknown_spelling_is_refused():
   with pytest.raises(ValueError, match='spelling=drop: unknown'):
     native.NativeEngine(spelling='drop')

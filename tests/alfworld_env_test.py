@@ -25,7 +25,9 @@ def test_plan_wins_with_reward_10_at_the_end():
   assert [r.reward for r in results] == [0.0] * (len(results) - 1) + [10.0]
   assert [r.success for r in results] == [False] * (len(results) - 1) + [True]
   assert results[-1].done and results[-1].observation is None
+  assert results[-1].final_anchor.startswith('You ')
   assert all(r.valid for r in results)
+  assert all(r.metrics['inadmissible_action_rate'] == 0 for r in results)
 
 
 def test_step_limit_ends_an_episode_without_reward():
@@ -129,25 +131,71 @@ def test_state_tells_what_the_agent_holds():
     assert (hands[0] != hands[1]) == differs
 
 
-def test_state_remembers_a_hidden_effect():
-  env = _env(anchor='state', max_steps=50)
-  task = next(
+def _first_task(env: alfworld_env.Env, task_type: str) -> base.Task:
+  return next(
     task
     for index in range(200)
-    if env.game(task := base.Task('train', index)).goal.task_type
-    == 'pick_heat_then_place_in_recep'
+    if env.game(task := base.Task('train', index)).goal.task_type == task_type
   )
+
+
+@pytest.mark.parametrize('verb', ['heat', 'cool', 'clean'])
+def test_state_remembers_a_hidden_effect(verb: str):
+  env = _env(anchor='state', max_steps=50)
+  task = _first_task(env, f'pick_{verb}_then_place_in_recep')
   plan = list(expert.plan(env.game(task)))
-  heat = next(n for n, c in enumerate(plan) if c.startswith('heat'))
-  heated = _anchors(task, plan[: heat + 2])[-1]
-  cold = _anchors(task, [*plan[:heat], plan[heat + 1]])[-1]
-  assert heated.startswith('You heat') and heated.endswith(cold)
-  assert heated != cold
+  treat = next(n for n, c in enumerate(plan) if c.startswith(verb))
+  treated = _anchors(task, plan[: treat + 2])[-1]
+  plain = _anchors(task, [*plan[:treat], plan[treat + 1]])[-1]
+  assert treated.startswith(f'You {verb}') and treated.endswith(plain)
+  assert treated != plain
   # The next episode does not remember it.
   first = env.reset(task).anchor
-  for command in plan[: heat + 1]:
+  for command in plan[: treat + 1]:
     env.step(_respond(command))
   assert env.reset(task).anchor == first
+
+
+def test_state_remembers_that_the_lamp_is_on():
+  env = _env()
+  task = _first_task(env, 'look_at_obj_in_light')
+  plan = expert.plan(env.game(task))
+  to_lamp = [command for command in plan if command.startswith('go to ')][-1]
+  use = next(command for command in plan if command.startswith('use '))
+  away = next(
+    action
+    for action in env.reset(task).actions
+    if action.startswith('go to ') and action != to_lamp
+  )
+  lit, dark = (
+    _anchors(task, [to_lamp, *uses, away])[-1] for uses in ([use], [])
+  )
+  assert lit.startswith('You turn on') and lit.endswith(dark)
+
+
+def test_the_sweeping_expert_does_not_depend_on_the_seed():
+  sweep, other = _env(expert_order='sweep'), _env()
+
+  def play(env, seed):
+    return [
+      list(env.demonstrate(base.Task('train', index), noise=0.0, seed=seed))
+      for index in range(5)
+    ]
+
+  assert play(sweep, 0) == play(sweep, 1) != play(other, 0) != play(other, 1)
+
+
+def test_mistakes_never_ask_for_help():
+  env = _env(max_steps=50)
+  responses = [
+    response
+    for index in range(5)
+    for _, response in env.demonstrate(
+      base.Task('train', index), noise=1.0, seed=0
+    )
+  ]
+  assert len(responses) > 100
+  assert not any('<action>help</action>' in r for r in responses)
 
 
 def test_demonstrations_win_and_are_reproducible():

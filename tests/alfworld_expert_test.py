@@ -164,10 +164,63 @@ def test_plan_handles_an_object_in_two_receptacles():
   assert len(expert.plan(shorter)) < len(expert.plan(game))
 
 
-def test_plan_of_an_unsolvable_game_is_an_error():
-  empty = dataclasses.replace(houses.generate('train', 0), objects=())
+def test_plan_is_as_short_from_any_start_and_state():
+  options = {'receptacles': (4, 4), 'distractors': (0, 1)}
+  types = ('pick_two_obj_and_place',)
+  num_apart = 0
+  for index in range(12):
+    game = houses.generate('train', index, task_types=types, **options)
+    (target, *_) = (
+      r for r in game.receptacles if r.type == game.goal.receptacle_type
+    )
+    first, second = (o for o in game.objects if o.type == game.goal.object_type)
+    num_apart += first.location != second.location
+    moved = dataclasses.replace(
+      first, location=target.location, receptacle=target.id
+    )
+    objects = tuple(moved if o is first else o for o in game.objects)
+    inside = dataclasses.replace(game, objects=objects)
+    variants = [inside] + [
+      dataclasses.replace(game, start=r.location) for r in game.receptacles
+    ]
+    for variant in variants:
+      assert len(expert.plan(variant)) == Simulator(variant).shortest()
+    assert len(expert.plan(inside)) < len(expert.plan(game))
+  assert num_apart
+
+
+def test_plan_uses_a_lamp_in_a_closed_receptacle():
+  types = ('look_at_obj_in_light',)
+  game = houses.generate('train', 0, task_types=types, receptacles=(4, 4))
+  (lamp,) = (o for o in game.objects if o.type == 'DeskLamp')
+  receptacles = tuple(
+    dataclasses.replace(r, openable=True) if r.id == lamp.receptacle else r
+    for r in game.receptacles
+  )
+  closed = dataclasses.replace(game, receptacles=receptacles)
+  engine = native.NativeEngine()
+  engine.load(closed)
+  assert play(engine, expert.plan(closed)).won
+  assert len(expert.plan(closed)) == len(expert.plan(game))
+
+
+@pytest.mark.parametrize('missing', ['objects', 'hands', 'locations'])
+def test_plan_of_an_unsolvable_game_is_an_error(missing):
+  game = houses.generate('train', 0)
+  objects, receptacles = game.objects, game.receptacles
+  if missing == 'objects':
+    objects = ()
+  elif missing == 'hands':
+    objects = tuple(
+      dataclasses.replace(o, flags=o.flags - {'pickupable'}) for o in objects
+    )
+  else:
+    receptacles = tuple(
+      dataclasses.replace(r, location='') for r in receptacles
+    )
+  game = dataclasses.replace(game, objects=objects, receptacles=receptacles)
   with pytest.raises(ValueError, match='cannot be reached'):
-    expert.plan(empty)
+    expert.plan(game)
 
 
 # -- the exploring expert ---------------------------------------------------
@@ -245,6 +298,145 @@ def test_explorer_has_few_distinct_thoughts():
   }
 
 
+WALKS = ('go to drawer 1', 'go to drawer 10', 'go to drawer 2', 'go to shelf 1')
+# Where the explorer is in some turns.
+HERE = ('desk 1', 'drawer 3', 'stool 1')
+
+
+@pytest.mark.parametrize(
+  ('task', 'turns', 'command'),
+  [
+    pytest.param(
+      'put a hot egg in shelf.',
+      [
+        ('You pick up the egg 1 from the drawer 1.', []),
+        ('You heat the egg 1 using the microwave 1.', []),
+        ('You clean the egg 1 using the sinkbasin 1.', []),
+      ],
+      'go to shelf 1',
+      id='cleaning keeps the heat',
+    ),
+    pytest.param(
+      'put a hot egg in shelf.',
+      [
+        ('You pick up the egg 1 from the drawer 1.', []),
+        ('You heat the egg 1 using the microwave 1.', []),
+        ('You cool the egg 1 using the fridge 1.', ['go to microwave 1']),
+      ],
+      'go to microwave 1',
+      id='cooling undoes heating',
+    ),
+    pytest.param(
+      'put a hot egg in shelf.',
+      [
+        (
+          'You pick up the egg 1 from the drawer 1.',
+          ['go to microwave 10', 'go to microwave 2'],
+        ),
+      ],
+      'go to microwave 2',
+      id='the first appliance',
+    ),
+    pytest.param(
+      'put two pen in drawer.',
+      [
+        ('The drawer 10 is open. In it, you see a pen 1.', []),
+        ('You pick up the pen 2 from the shelf 1.', []),
+      ],
+      'go to drawer 10',
+      id='the receptacle of the other object',
+    ),
+    pytest.param(
+      'put two pen in drawer.',
+      [
+        ('The drawer 10 is open. In it, you see a pen 1.', []),
+        (
+          'You pick up the pen 2 from the shelf 1.',
+          ['examine drawer 3', 'move pen 2 to drawer 3'],
+        ),
+      ],
+      'go to drawer 10',
+      id='only the receptacle of the other object',
+    ),
+    pytest.param(
+      'put a pen in drawer.',
+      [
+        (
+          'You pick up the pen 2 from the shelf 1.',
+          ['examine drawer 3', 'move pen 2 to drawer 3'],
+        ),
+      ],
+      'move pen 2 to drawer 3',
+      id='a receptacle that is here',
+    ),
+    pytest.param(
+      'put a mug in drawer.',
+      [
+        (
+          'You pick up the pen 1 from the shelf 3.',
+          ['move pen 1 to shelf 2', 'move pen 1 to shelf 3'],
+        ),
+      ],
+      'move pen 1 to shelf 3',
+      id='back to where it was',
+    ),
+    pytest.param(
+      'put a mug in drawer.',
+      [('On the shelf 1, you see a mug 10, and a mug 2.', [])],
+      'go to shelf 1',
+      id='back to an object',
+    ),
+    pytest.param(
+      'put a mug in shelf.',
+      [
+        ('The drawer 10 is open. In it, you see a mug 1.', []),
+        ('The drawer 10 is open. In it, you see nothing.', []),
+        ('On the shelf 1, you see nothing.', []),
+        ('The drawer 2 is open. In it, you see nothing.', []),
+      ],
+      'go to drawer 1',
+      id='a mug that is gone',
+    ),
+    pytest.param(
+      'put a mug in shelf.',
+      [
+        ('The drawer 3 is open. In it, you see nothing.', []),
+        ('You close the drawer 3.', ['examine drawer 3', 'open drawer 3']),
+      ],
+      'go to shelf 1',
+      id='no second search',
+    ),
+    pytest.param(
+      'look at pen under the desklamp.',
+      [
+        ('', ['examine desk 1', 'use desklamp 1']),
+        ('You pick up the pen 1 from the shelf 1.', ['go to desk 1']),
+      ],
+      'go to desk 1',
+      id='back to the lamp',
+    ),
+    pytest.param(
+      'put a mug in shelf.',
+      [('The drawer 1 is open. In it, you see nothing.', ['examine drawer 1'])],
+      'go to drawer 10',
+      id='onwards',
+    ),
+    pytest.param(
+      'put a mug in shelf.',
+      [('On the stool 1, you see nothing.', ['examine stool 1'])],
+      'go to drawer 1',
+      id='from the front again',
+    ),
+  ],
+)
+def test_explorer_by_hand(task, turns, command):
+  explorer = expert.Explorer(task, np.random.default_rng(0), order='sweep')
+  explorer.act('', [*WALKS, *(f'go to {receptacle}' for receptacle in HERE)])
+  for feedback, commands in turns:
+    _, chosen = explorer.act(feedback, [*WALKS, *commands])
+  assert chosen == command
+
+
 @pytest.mark.parametrize(
   ('sentence', 'parsed'),
   [
@@ -273,7 +465,8 @@ def test_read_task(sentence, parsed):
 
 
 def test_explorer_refuses_unknown_tasks_and_orders():
-  with pytest.raises(ValueError, match='not in the form'):
-    expert.Explorer('Wash the dishes.', np.random.default_rng(0))
+  for task in ('Wash the dishes.', 'put a mug in desk, and wash it.'):
+    with pytest.raises(ValueError, match='not in the form'):
+      expert.Explorer(task, np.random.default_rng(0))
   with pytest.raises(ValueError, match='order=best: must be one of random'):
     expert.Explorer('put a a in b', np.random.default_rng(0), order='best')

@@ -16,14 +16,18 @@ from envs.alfworld import expert, facts, games, houses, native, pddl
 
 ROOT = pathlib.Path(__file__).parents[1]
 SMALL = {'receptacles': (5, 8), 'distractors': (3, 7)}
+# Types that may share a location.
+STACKED = {'Cabinet', 'Drawer', 'Shelf', 'StoveBurner'}
 
 
 def test_small_games_are_small():
+  sizes = set()
   for index in range(200):
     game = houses.generate('train', index, **SMALL)
-    assert 5 <= len(game.receptacles) <= 8
+    sizes.add(len(game.receptacles))
     assert 4 <= len(game.objects) <= 10
     assert 3 <= len(expert.plan(game)) <= 11
+  assert sizes == {5, 6, 7, 8}
 
 
 @pytest.mark.parametrize('room', facts.ROOMS)
@@ -34,6 +38,12 @@ def test_receptacles_sets_the_size_of_a_room(room):
         'train', index, rooms=(room,), receptacles=span, distractors=(0, 0)
       )
       assert span[0] <= len(game.receptacles) <= span[1]
+      # Only some types are added to reach the size.
+      for name, count in collections.Counter(
+        r.type for r in game.receptacles
+      ).items():
+        most = max(facts.RECEPTACLES[room][name][0])
+        assert count <= most or name in STACKED
 
 
 def test_games_follow_the_containment_table():
@@ -57,17 +67,52 @@ def test_games_follow_the_containment_table():
 
 def test_shared_locations_and_open_drawers_occur():
   rooms = [houses.generate('train', index) for index in range(60)]
-  drawers = [
-    r.openable
+  opens = {
+    (r.type, r.openable)
     for game in rooms
     for r in game.receptacles
     if r.type in ('Cabinet', 'Drawer')
-  ]
-  assert 0 < sum(drawers) < len(drawers)
-  assert any(
-    len({r.location for r in game.receptacles}) < len(game.receptacles)
-    for game in rooms
-  )
+  }
+  assert len(opens) == 4
+  shared = set()
+  for game in rooms:
+    for location in {r.location for r in game.receptacles}:
+      here = [r.type for r in game.receptacles if r.location == location]
+      if len(here) > 1:
+        assert len(set(here)) == 1
+        shared.add(here[0])
+  assert shared == STACKED
+
+
+def test_floor_plans_are_none_of_the_official_ones():
+  for room in facts.ROOMS:
+    for index in range(40):
+      game = houses.generate('train', index, rooms=(room,), **SMALL)
+      plan = int(game.name.split('/')[0].rsplit('-', 1)[-1])
+      assert room_of(plan) == room and plan % 100 > 30
+
+
+def test_a_game_in_light_has_one_lamp():
+  types = ('look_at_obj_in_light',)
+  for index in range(60):
+    game = houses.generate('train', index, task_types=types)
+    assert sum(o.type == 'DeskLamp' for o in game.objects) == 1
+
+
+def test_objects_to_treat_may_start_at_their_goal():
+  types = ('pick_heat_then_place_in_recep',)
+  starts = set()
+  for index in range(60):
+    game = houses.generate('train', index, task_types=types)
+    goals = {
+      r.id for r in game.receptacles if r.type == game.goal.receptacle_type
+    }
+    starts |= {
+      o.receptacle in goals
+      for o in game.objects
+      if o.type == game.goal.object_type
+    }
+  assert starts == {False, True}
 
 
 def test_generation_is_deterministic():
@@ -137,6 +182,9 @@ def test_num_held_out_keeps_the_first_games():
   assert (len(few), len(more)) == (134, 512)
   assert few.world(133) == more.world(133)
   assert len(games.open_split('train', num_held_out=512, **SMALL)) == 3553
+  both = {'num_games': 5, 'num_held_out': 7}
+  sizes = [len(games.open_split(split, **both)) for split in games.NUM_GAMES]
+  assert sizes == [5, 7, 7]
 
 
 # -- tables ------------------------------------------------------------------
@@ -233,6 +281,22 @@ def test_goals_resemble_the_official_ones():
   assert known / total > 0.6
 
 
+def test_tasks_are_as_frequent_in_each_room_as_the_official_ones():
+  task_type = 'pick_and_place_simple'
+  path = reference_data.ALFWORLD / 'official_task_names.json'
+  names = json.loads(path.read_text())['train']
+  official = [name for name in names if name.startswith(f'{task_type}-')]
+  generated = [
+    houses.generate('train', n, task_types=(task_type,)).name
+    for n in range(300)
+  ]
+  shares = []
+  for names in (official, generated):
+    rooms = [room_of(n.split('/')[0].rsplit('-', 1)[-1]) for n in names]
+    shares.append([rooms.count(room) / len(rooms) for room in facts.ROOMS])
+  np.testing.assert_allclose(*shares, atol=0.08)
+
+
 # -- game sets ---------------------------------------------------------------
 
 
@@ -243,8 +307,13 @@ def test_generated_set():
   assert split.path(0) is None
   assert split.world(3) == houses.generate('train', 3, seed=5, **SMALL)
   assert split.task_type(3) == split.world(3).goal.task_type
-  with pytest.raises(IndexError, match='train/20: the split has 20 games'):
-    split.world(20)
+  for index in (20, -1):
+    for read in (split.world, split.task_type, split.path):
+      with pytest.raises(IndexError, match=f'train/{index}: the split has 20'):
+        read(index)
+  bedrooms = games.open_split('train', rooms=('bedroom',))
+  for index in range(20):
+    assert bedrooms.task_type(index) == bedrooms.world(index).goal.task_type
   with pytest.raises(ValueError, match='split=test: must be one of train'):
     games.open_split('test')
 
@@ -287,6 +356,51 @@ def test_official_set_is_filtered_and_sorted(official):
       assert split.world(index) == pddl.read_game(paths[index])
 
 
+def test_official_set_keeps_the_chosen_task_types(official):
+  folder, paths = official
+  manifest = folder / 'json_2.1.1' / 'valid_seen' / 'generated.json'
+  manifest.write_text('{"num_games": 4}')
+  chosen = pddl.read_game(paths[0]).goal.task_type
+  split = games.open_split(
+    'valid_seen', data_dir=str(folder), task_types=(chosen,)
+  )
+  assert 0 < len(split) < 4
+  assert {split.task_type(n) for n in range(len(split))} == {chosen}
+
+
+def test_names_of_folders_above_a_split_do_not_matter(official, monkeypatch):
+  folder, paths = official
+  moved = folder / 'movable' / 'Sliced'
+  os.renames(folder / 'json_2.1.1', moved / 'json_2.1.1')
+  monkeypatch.setenv('HOME', str(folder / 'movable'))
+  for data_dir in (str(moved), '~/Sliced'):
+    split = games.open_split(
+      'valid_seen', data_dir=data_dir, expected_counts=False
+    )
+    assert len(split) == len(paths)
+
+
+@pytest.mark.parametrize(
+  ('text', 'message'),
+  [
+    ('{}', "generated.json: lacks the number of games .'num_games'"),
+    ('[', 'generated.json: lacks the number of games'),
+    ('3', 'generated.json: lacks the number of games'),
+    ('{"num_games": 0}', 'has 0 valid_seen games'),
+    (None, 'has 0 valid_seen games, not 140'),
+  ],
+)
+def test_folders_without_games_are_errors(tmp_path, text, message):
+  folder = tmp_path / 'valid_seen'
+  folder.mkdir()
+  if text is not None:
+    (folder / 'generated.json').write_text(text)
+  with pytest.raises(ValueError, match=message):
+    games.open_split(
+      'valid_seen', data_dir=str(tmp_path), expected_counts=False
+    )
+
+
 def test_official_set_errors(official, tmp_path):
   folder, paths = official
   data_dir = str(folder)
@@ -294,6 +408,12 @@ def test_official_set_errors(official, tmp_path):
     games.open_split('valid_seen', data_dir=data_dir)
   with pytest.raises(ValueError, match='no folder json_2.1.1/train; download'):
     games.open_split('train', data_dir=data_dir)
+  trajectory = paths[1].with_name('traj_data.json')
+  text = trajectory.read_text()
+  trajectory.write_text('{}')
+  with pytest.raises(ValueError, match='traj_data.json: .*has no task_type'):
+    games.open_split('valid_seen', data_dir=data_dir, expected_counts=False)
+  trajectory.write_text(text)
   paths[0].write_text(paths[0].read_text()[:1000])
   with pytest.raises(ValueError, match='game.tw-pddl: not a readable'):
     games.open_split('valid_seen', data_dir=data_dir, expected_counts=False)
@@ -350,6 +470,31 @@ def test_written_games_are_read_by_open_split(tmp_path, capsys):
     games.main(['--out', '/dev/null/x', '--num', '2'])
   error = capsys.readouterr().err
   assert 'error: --out=/dev/null/x: cannot be written' in error
+
+
+def test_another_split_can_be_written(tmp_path, capsys):
+  options = ('--receptacles', '5', '8', '--split', 'valid_seen', '--seed', '4')
+  games.main(['--out', str(tmp_path), '--num', '2', *options])
+  capsys.readouterr()
+  split = games.open_split('valid_seen', data_dir=str(tmp_path))
+  assert len(split) == 2
+  assert 'trial_valid_seen_4' in split.world(0).name
+  folder = tmp_path / 'json_2.1.1' / 'valid_seen'
+  manifest = json.loads((folder / 'generated.json').read_text())
+  assert manifest['seed'] == 4 and manifest['receptacles'] == [5, 8]
+
+
+@pytest.mark.parametrize(
+  'task_type', ['look_at_obj_in_light', 'pick_two_obj_and_place']
+)
+def test_trajectories_name_the_lamp_or_the_receptacle(tmp_path, task_type):
+  game = houses.generate('train', 0, task_types=(task_type,), **SMALL)
+  path = games.write_game(game, tmp_path).with_name('traj_data.json')
+  data = json.loads(path.read_text())['pddl_params']
+  lamp, receptacle = data['toggle_target'], data['parent_target']
+  target = game.goal.receptacle_type
+  in_light = task_type == 'look_at_obj_in_light'
+  assert (lamp, receptacle) == ((target, '') if in_light else ('', target))
 
 
 # Runs in its own process: the planner's library fails if it is loaded next to
