@@ -46,6 +46,19 @@ def test_receptacles_sets_the_size_of_a_room(room):
         assert count <= most or name in STACKED
 
 
+@pytest.mark.parametrize('room', facts.ROOMS)
+def test_distractors_are_between_their_bounds(room):
+  for span in ((0, 0), (3, 3), (30, 40)):
+    for index in range(20):
+      game = houses.generate(
+        'train', index, rooms=(room,), receptacles=(4, 6), distractors=span
+      )
+      # A lamp is no distractor, even where the task does not need it.
+      others = {game.goal.object_type, 'DeskLamp'}
+      count = sum(item.type not in others for item in game.objects)
+      assert span[0] <= count <= span[1]
+
+
 def test_games_follow_the_containment_table():
   for index in range(100):
     game = houses.generate('train', index)

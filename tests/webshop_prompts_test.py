@@ -131,6 +131,10 @@ def test_actions():
     ('search[red shoes]', True, False),
     ('search[]', False, False),
     ('search[red', False, False),
+    # As the shop reads them: the last bracket begins the argument.
+    ('search[red [mug]]', False, False),
+    ('search[red] please', True, False),
+    ('click[B01]', False, True),
     ('click[b01]', False, True),
     ('click[search]', False, False),
     ('b01', False, False),

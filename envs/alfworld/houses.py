@@ -291,6 +291,12 @@ class _Builder:
       self._add_object(goal.object_type, self._source_types())
     if goal.task_type == 'look_at_obj_in_light':
       self._add_object('DeskLamp', facts.LAMP_PLACES)
+    others = {
+      name: frequency
+      for name, frequency in facts.OBJECTS[self._room].items()
+      if name not in (goal.object_type, 'DeskLamp')
+      and self._capacities(facts.PLACES[name])
+    }
     distractors = []
     for name, frequency in facts.OBJECTS[self._room].items():
       if name != goal.object_type and rng.uniform() * 30 < frequency:
@@ -300,11 +306,12 @@ class _Builder:
           goal.task_type != 'look_at_obj_in_light'
         ):
           self._add_object(name, facts.LAMP_PLACES)
-    distractors = [
-      name for name in distractors if self._capacities(facts.PLACES[name])
-    ]
+    distractors = [name for name in distractors if name in others]
     if bounds is not None:
-      distractors = rng.shuffled(distractors)[: rng.integer(*bounds)]
+      distractors, count = rng.shuffled(distractors), rng.integer(*bounds)
+      while len(distractors) < count:
+        distractors.append(rng.weighted_choice(others))
+      distractors = distractors[:count]
     for name in distractors:
       self._add_object(name, facts.PLACES[name])
 

@@ -23,6 +23,17 @@ _PAGES = ('search_results', 'item_page', 'item_sub_page', 'done')
 _SUB_PAGES = ('Description', 'Features', 'Reviews', 'Attributes')
 
 
+def parse_action(action: str) -> tuple[str, str]:
+  """Returns verb and argument as the original reads `verb[argument]`.
+
+  The argument is in lower case; '' if the action has another form. Of several
+  brackets, the last `[` begins the argument.
+  """
+  match = _ACTION.match(action)
+  verb, argument = match.groups() if match else (action, '')
+  return verb, argument.lower()
+
+
 @dataclasses.dataclass(frozen=True)
 class Page:
   """A page of the shop.
@@ -154,9 +165,7 @@ class Session:
     """
     if self._page_type == 'done':
       return self._show()
-    match = _ACTION.match(action)
-    verb, argument = match.groups() if match else (action, '')
-    argument = argument.lower()
+    verb, argument = parse_action(action)
     if verb == 'search' and argument:
       self._searches += 1
       self._to_results(tuple(argument.split(' ')), 1)

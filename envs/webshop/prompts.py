@@ -11,7 +11,7 @@ the actions of past turns.
 from collections.abc import Sequence
 
 from envs import turns
-from envs.webshop import pages
+from envs.webshop import engine, pages
 
 # As in the released code: length of the end of an invalid response that is used
 # as its action, and length above which a prompt is shown without history.
@@ -48,15 +48,16 @@ def actions(has_search_bar: bool, clickables: Sequence[str]) -> tuple[str, ...]:
 
 
 def admits(admissible: Sequence[str], action: str) -> bool:
-  """Returns whether an action is admissible.
+  """Returns whether the shop reads an action as an admissible one.
 
   Args:
     admissible: admissible actions from `actions`.
     action: the action to check; any search is admissible on the search page.
   """
-  if action.startswith('search[') and action.endswith(']'):
-    return SEARCH in admissible and action != 'search[]'
-  return action in admissible
+  verb, argument = engine.parse_action(action)
+  if verb == 'search' and argument:
+    return SEARCH in admissible
+  return f'{verb}[{argument}]' in admissible
 
 
 def describe(
