@@ -159,7 +159,7 @@ def make_methods(config, has_critic: bool) -> Iterator[tuple[str, tuple]]:
     changed.rollout.update(config.rollout)
     changed.env.update(config.env)
     changed.algorithm.update(controls.get(label, {}))
-    algorithm = algorithms.make(**changed.algorithm.to_dict())
+    algorithm = algorithms.of_section(changed.algorithm.to_dict())
     if not (
       (algorithm.needs_values and not has_critic)
       or algorithms.num_continuations(algorithm)
@@ -263,7 +263,7 @@ def with_anchors(config, episodes) -> list:
 def report(config, episodes, states, played, count: int) -> None:
   """Prints what was played, with the figures that explain the cosines."""
   rows = make_rows(config, episodes)
-  default = algorithms.make(**config.algorithm.to_dict())
+  default = algorithms.of_section(config.algorithm.to_dict())
   metrics = default.compute_advantages(rows).metrics
   cost = group_filter.SampleCounts.of(played)
   print(

@@ -24,9 +24,9 @@ from gigpo_jax import mesh, sampler
 from gigpo_jax.models import qwen
 from gigpo_jax.programs import sampler_cache, sampler_programs
 
-# Any model: only its shape is read, to make shardings.
+# Any model: only its shape is read, to make shardings. Prompts are hashes.
 _MODEL = qwen.QwenConfig(
-  vocab_size=2,
+  vocab_size=2**31,
   hidden_size=2,
   intermediate_size=2,
   num_layers=1,

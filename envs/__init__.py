@@ -35,7 +35,7 @@ import re
 import sys
 import types
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from envs import base
@@ -280,15 +280,39 @@ def check(name: str) -> None:
 
 
 def make(name: str, **kwargs: Any) -> base.Env:
-  """Returns a new environment instance.
+  """Returns a new environment instance, to play episodes.
 
   Raises:
     TypeError: if it lacks a method that the rollout calls.
   """
+  return _make(name, kwargs, ('reset', 'step', 'close'))
+
+
+def make_expert(name: str, **kwargs: Any) -> base.Env:
+  """Returns a new environment instance, for `demonstrate` alone.
+
+  Raises:
+    ValueError: in one line, if it cannot be created, or lacks `demonstrate` or
+      `close`.
+  """
+  try:
+    return _make(name, kwargs, ('demonstrate', 'close'))
+  except Exception as error:  # An environment may raise anything.
+    if _is_explained(error):
+      raise
+    raise ValueError(f'env.name={name}: {_describe(error, name)}') from error
+
+
+def _make(
+  name: str, kwargs: Mapping[str, Any], methods: Sequence[str]
+) -> base.Env:
   env = _module(name).Env(**kwargs)
-  for method in ('reset', 'step', 'close'):
+  for method in methods:
     if not callable(getattr(env, method, None)):
-      raise TypeError(f'Env has no {method}(); must have reset, step and close')
+      raise TypeError(
+        f'Env has no {method}(); must have {", ".join(methods[:-1])} and '
+        f'{methods[-1]}'
+      )
   return env
 
 

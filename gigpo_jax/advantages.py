@@ -27,6 +27,7 @@ from jaxtyping import Array, Bool, Float, Int
 from numpy.typing import ArrayLike
 
 from gigpo_jax import arrays, deprecated
+from gigpo_jax import options as options_lib
 from gigpo_jax.arrays import typechecked
 
 # Added to a standard deviation before dividing by it.
@@ -548,9 +549,7 @@ def signal_metrics(
 def check_options(**options: str) -> None:
   """Raises ValueError if an option is unknown or two are incompatible."""
   for name, value in options.items():
-    if value not in OPTIONS[name]:
-      known = ', '.join(OPTIONS[name])
-      raise ValueError(f'{name}={value}: unknown; must be one of {known}')
+    options_lib.check_choice(name, value, OPTIONS[name])
   if options['penalty_scope'] == 'row' and options['episode_stats'] != 'rows':
     raise ValueError(
       f'penalty_scope=row: with episode_stats={options["episode_stats"]} equal '

@@ -5,6 +5,7 @@ evaluation.
 """
 
 import contextlib
+import dataclasses
 import functools
 import hashlib
 import json
@@ -13,6 +14,7 @@ from typing import Any
 
 import jax
 import ml_collections
+import numpy as np
 
 import envs
 from envs import base
@@ -322,7 +324,7 @@ def make_writer(
 
 def make_loss(config: ml_collections.ConfigDict) -> token_batch.Loss:
   """Returns the loss of the policy."""
-  return losses.make(**config.loss.to_dict())
+  return losses.of_section(config.loss.to_dict())
 
 
 def needs_reference(config: ml_collections.ConfigDict) -> bool:
@@ -408,7 +410,7 @@ def rows_kwargs(config: ml_collections.ConfigDict) -> dict:
 def make_dummy_rows(config: ml_collections.ConfigDict) -> batch.Rows:
   """Returns one dummy row, padded to an iteration's size, for compilation."""
   sizes = rows_kwargs(config)
-  return batch.pack(
+  rows = batch.pack(
     [[0]],
     [[0]],
     max_prompt_tokens=sizes['max_prompt_tokens'],
@@ -416,6 +418,8 @@ def make_dummy_rows(config: ml_collections.ConfigDict) -> batch.Rows:
     row_multiple=sizes['row_multiple'],
     num_components=len(sizes['components']),
   )
+  # Algorithms refuse rows without any value.
+  return dataclasses.replace(rows, state_values=np.zeros(len(rows.groups)))
 
 
 def make_reference(bundle: model_builders.ModelBundle, params: dict) -> dict:

@@ -320,7 +320,7 @@ def _algorithm(
   if any(field.startswith('algorithm.') for field in refused):
     return
   try:
-    algorithm = algorithms.make(**config.algorithm.to_dict())
+    algorithm = algorithms.of_section(config.algorithm.to_dict())
   except ValueError as error:
     yield f'algorithm.{str(error).removeprefix("algorithm.")}'
     return
@@ -384,7 +384,7 @@ def _critic(config: ml_collections.ConfigDict) -> Iterator[str]:
 def _own_fields(config: ml_collections.ConfigDict) -> Iterator[str]:
   """Yields fields of this config that configs/base.py may lack."""
   yield from ('env', 'variant')
-  algorithm = algorithms.make(**config.algorithm.to_dict())
+  algorithm = algorithms.of_section(config.algorithm.to_dict())
   for option in options.defaults(algorithm):
     yield f'algorithm.{option}'
   for option in losses.options_of(config.loss.name):
@@ -465,7 +465,7 @@ def _replays(config: ml_collections.ConfigDict) -> Iterator[str]:
   if config.rollout.carry_over:
     yield f'rollout.carry_over={config.rollout.carry_over}: {reason}; must be 0'
   with contextlib.suppress(ValueError):  # `_algorithm` reports it.
-    if algorithms.replays(algorithms.make(**config.algorithm.to_dict())):
+    if algorithms.replays(algorithms.of_section(config.algorithm.to_dict())):
       yield (
         f'algorithm.name={config.algorithm.name}: {reason}; must be an '
         'algorithm without continuations or branches'

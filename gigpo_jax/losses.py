@@ -428,13 +428,28 @@ def make(name: str = 'policy_gradient', **values: Any) -> token_batch.Loss:
     name: a name in REGISTRY, or 'module:attribute' of an importable module:
       the name of a function of (outputs, tokens), or of a class that follows
       `token_batch.Loss`, for example a dataclass with options.
-    **values: options of any loss; those that this loss does not have are
-      ignored.
+    **values: its options.
+
+  Raises:
+    ValueError: in one line, if the name is unknown, or the loss does not have
+      an option or rejects it.
+  """
+  options.refuse_unknown(_import(name), values, field=name)
+  return of_section({'name': name, **values})
+
+
+def of_section(section: Mapping[str, Any]) -> token_batch.Loss:
+  """Creates the loss of a config's section `loss`.
+
+  Args:
+    section: `name`, see `make`, and options of any loss; those that this loss
+      does not have are ignored.
 
   Raises:
     ValueError: one line per problem, if the name is unknown or the loss
       rejects an option.
   """
+  name, values = section['name'], dict(section)
   factory = _import(name)
   if not isinstance(factory, type):
     return FunctionLoss(factory)

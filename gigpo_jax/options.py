@@ -15,6 +15,7 @@ A value of None is accepted by every field: the option is not set.
 """
 
 import dataclasses
+import difflib
 import inspect
 import math
 import numbers
@@ -179,6 +180,35 @@ def make(
       f'{field}: has no {", ".join(missing)}; must have {", ".join(needs)}'
     )
   return instance
+
+
+def check_choice(name: str, value: str, values: Sequence[str]) -> None:
+  """Raises ValueError, in one line, if a value is none of the accepted ones."""
+  if value not in values:
+    raise ValueError(
+      f'{name}={value}: unknown; must be one of {", ".join(values)}'
+    )
+
+
+def refuse_unknown(
+  factory: Any, values: Mapping[str, Any], *, field: str
+) -> None:
+  """Raises ValueError, in one line, for an option that a class does not have.
+
+  Args:
+    factory: the class.
+    values: options by name.
+    field: what names the class, and its value.
+  """
+  known = list(defaults(factory))
+  for name, value in values.items():
+    if name not in known:
+      close = difflib.get_close_matches(name, known, 1)
+      hint = f'did you mean {close[0]}? ' if close else ''
+      raise ValueError(
+        f'{name}={value!r}: no option of {field}; {hint}must be one of '
+        f'{", ".join(known) or "none"}'
+      )
 
 
 def of_section(options: type[_T], section: Mapping[str, Any]) -> _T:

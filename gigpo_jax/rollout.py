@@ -26,6 +26,7 @@ from gigpo_jax import (
   deprecated,
   env_pool,
   forced_prefixes,
+  options,
   reward_functions,
   rollout_options,
   sampler,
@@ -174,6 +175,14 @@ class EpisodeRunner:
   )
 
   prepare = deprecated.method('Roller.prepare', 'prefetch')
+
+  def __post_init__(self):
+    for name, accepted in (
+      ('prompt_overflow', tokenizer.OVERFLOW_POLICIES),
+      ('schedule', SCHEDULES),
+      ('earlier_thinking', conversation.THINKING),
+    ):
+      options.check_choice(name, getattr(self, name), accepted)
 
   def collect(self, *args, kind: Callable[[base.Task], str], **kwargs):
     """Calls `run`, with the task types as an argument, and warns."""

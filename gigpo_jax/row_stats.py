@@ -4,6 +4,7 @@ Plug-ins of `modulators` and `selectors` share these functions. All of them
 ignore padding rows.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -267,6 +268,41 @@ def per_token(
 def like(values: np.ndarray, advantages: np.ndarray) -> np.ndarray:
   """Returns values of rows that broadcast to advantages."""
   return values[:, None] if advantages.ndim > 1 else values
+
+
+def known_state_values(rows: batch.Rows) -> Float[np.ndarray, ' R']:
+  """Returns `rows.state_values`; NaN where unknown.
+
+  Raises:
+    ValueError: in one line, if all are unknown, because nothing has estimated
+      them.
+  """
+  if rows.real.any() and np.isnan(rows.state_values[rows.real]).all():
+    raise ValueError(
+      'rows.state_values: unknown in all rows; must be estimated before, as '
+      'gigpo_jax.continuations or gigpo_jax.answer_scores does'
+    )
+  return rows.state_values
+
+
+def named_components(
+  rows: batch.Rows, names: Sequence[str]
+) -> Float[np.ndarray, 'R K']:
+  """Returns the components of the rewards.
+
+  Args:
+    rows: the rows.
+    names: their names.
+
+  Raises:
+    ValueError: in one line, if the rows have another number of them.
+  """
+  if rows.components.shape[1] != len(names):
+    raise ValueError(
+      f'rows.components: {rows.components.shape[1]} columns; must be one for '
+      f'each of {", ".join(names)} (batch.from_trajectories(components=...))'
+    )
+  return rows.components
 
 
 def whiten_tokens(

@@ -25,7 +25,7 @@ import jax
 import numpy as np
 
 from gigpo_jax import mesh as mesh_lib
-from gigpo_jax import prefix_cache, sampler_types, sampling
+from gigpo_jax import options, prefix_cache, sampler_types, sampling
 from gigpo_jax import sampler_checks as checks
 from gigpo_jax.models import decode_attention, qwen
 from gigpo_jax.programs import sampler_cache, sampler_programs, sampler_weights
@@ -129,7 +129,8 @@ class Sampler:
     find_stop: Callable[[np.ndarray, int], int | None] | None = None,
   ):
     checks.check_sizes(config, prompt_buckets, batch_buckets, vocab_size)
-    checks.check_choices(weights, reuse)
+    options.check_choice('rollout.weights', weights, WEIGHTS)
+    options.check_choice('rollout.reuse_cache', reuse, REUSE)
     checks.check_counts(
       least=0, seed=seed, prefill_chunk=prefill_chunk, parked=parked
     )

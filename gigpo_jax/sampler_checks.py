@@ -2,9 +2,11 @@
 
 from collections.abc import Sequence
 
-from gigpo_jax import options, prefix_cache, sampler_types
+import numpy as np
+
+from gigpo_jax import options, sampler_types
 from gigpo_jax.models import layer_runs, qwen
-from gigpo_jax.programs import sampler_programs, sampler_weights
+from gigpo_jax.programs import sampler_programs
 
 
 def check_sizes(
@@ -33,18 +35,6 @@ def check_sizes(
     )
 
 
-def check_choices(weights: str, reuse: str) -> None:
-  """Raises ValueError, in one line, for an unknown name."""
-  for name, value, accepted in (
-    ('weights', weights, sampler_weights.WEIGHTS),
-    ('reuse_cache', reuse, prefix_cache.REUSE),
-  ):
-    if value not in accepted:
-      raise ValueError(
-        f'rollout.{name}={value}: must be one of {", ".join(accepted)}'
-      )
-
-
 def check_counts(*, least: int, **counts: int) -> None:
   """Raises ValueError, in one line, for a count outside of [least, 2^31)."""
   for name, count in counts.items():
@@ -71,13 +61,24 @@ def check_request(
     config: shape of the model.
     max_prompt: maximum number of tokens of a prompt.
   """
-  length = len(request.prompt_ids)
+  ids = np.asarray(request.prompt_ids)
+  length = len(ids)
+  if ids.ndim != 1 or (length and ids.dtype.kind not in 'iu'):
+    raise ValueError(
+      f'prompt_ids: of shape {ids.shape} and type {ids.dtype}; must be a list '
+      'of integers'
+    )
   if length < 1:
     raise ValueError('a prompt has 0 tokens; must have at least 1')
   if length > max_prompt:
     raise ValueError(
       f'a prompt has {length} tokens; at most {max_prompt} '
       'are accepted (the last of rollout.prompt_buckets)'
+    )
+  if ids.min() < 0 or ids.max() >= config.vocab_size:
+    raise ValueError(
+      f'prompt_ids: from {ids.min()} to {ids.max()}; must be between 0 and '
+      f'{config.vocab_size - 1}, the tokens of the model'
     )
   stream, size = request.stream, sampler_programs.STREAM_SIZE
   if len(stream) != size or min(stream) < 0 or max(stream) > options.MAX_INT:

@@ -131,8 +131,8 @@ def make_loss(
     return Imitation(options.token_weight)
   own = {'kl_weight': 0.0, 'kl_target': None, 'entropy_weight': 0.0}
   bands = {'entropy_band': {'weight': 0.0}}
-  return losses.make(
-    **{**policy_options, **own, **bands, 'name': 'policy_gradient'}
+  return losses.of_section(
+    {**policy_options, **own, **bands, 'name': 'policy_gradient'}
   )
 
 

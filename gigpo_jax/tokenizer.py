@@ -17,6 +17,7 @@ import json
 import os
 import pathlib
 import re
+import reprlib
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -194,7 +195,15 @@ class Tokenizer:
 
     Args:
       prompts: user messages.
+
+    Raises:
+      TypeError: in one line, if they are not texts.
     """
+    if isinstance(prompts, str) or not all(isinstance(p, str) for p in prompts):
+      raise TypeError(
+        f'prompts={reprlib.repr(prompts)}: must be a list of texts, one per '
+        'prompt; `render_messages` renders a conversation'
+      )
     contains_special = [
       bool(self._special.search(prompt)) for prompt in prompts
     ]
@@ -311,7 +320,7 @@ class Tokenizer:
   def decode(self, ids: Sequence[np.ndarray]) -> list[str]:
     """Returns the text of each sequence of ids, without special tokens."""
     return self._hf.batch_decode(
-      [row.tolist() for row in ids],
+      [np.asarray(row).tolist() for row in ids],
       skip_special_tokens=True,
       clean_up_tokenization_spaces=False,
     )

@@ -1,4 +1,5 @@
 import dataclasses
+import types
 
 import algorithm_rows
 import jax
@@ -35,7 +36,7 @@ def test_every_algorithm_returns_advantages_and_compiles_with_dummy_rows(
   # Shapes that no other test has compiled.
   steps = 13 + list(algorithms.REGISTRY).index(name)
   config.env.max_steps, config.rollout.groups = steps, 1
-  algorithm = algorithms.make(**config.algorithm.to_dict())
+  algorithm = algorithms.of_section(config.algorithm.to_dict())
   rows = builders.make_dummy_rows(config)
   assert len(rows.groups) == steps * config.rollout.episodes_per_group
   assert rows.real.sum() == 1
@@ -83,7 +84,7 @@ def test_gigpo_on_the_golden_batch():
 
 def test_grpo_is_the_episode_advantage():
   rows = algorithm_rows.golden_rows()
-  actual, *_ = algorithms.make('grpo', step_weight=1.0).compute_advantages(rows)
+  actual, *_ = algorithms.make('grpo').compute_advantages(rows)
   components = advantages.gigpo_components(
     rows.rewards,
     rows.groups,
@@ -162,9 +163,8 @@ E_STD = np.repeat([0.57735, -1.15470, 0.57735], [3, 3, 2])
   ],
 )
 def test_golden_values(name, options, expected):
-  output = algorithms.make(name, discount=0.5, **options).compute_advantages(
-    algorithm_rows.golden_rows()
-  )
+  algorithm = algorithms.of_section({'name': name, 'discount': 0.5, **options})
+  output = algorithm.compute_advantages(algorithm_rows.golden_rows())
   np.testing.assert_allclose(output.advantages, [*expected, 0, 0], atol=2e-4)
 
 
@@ -706,6 +706,47 @@ def test_rejected_options():
     algorithms.make('gigpo', penalty_scope='row')
   with pytest.raises(ValueError, match='episode_weight=0: with step_weight=0'):
     algorithms.make('gigpo', episode_weight=0.0, step_weight=0.0)
+  line = r'^step_weigth=0.5: no option of gigpo; did you mean step_weight\?'
+  with pytest.raises(ValueError, match=line):
+    algorithms.make('gigpo', step_weigth=0.5)
+  # A section has the options of all algorithms.
+  section = {'name': 'grpo', 'step_weight': 2.0, 'norm': 'mean'}
+  assert algorithms.of_section(section) == algorithms.make('grpo', norm='mean')
+
+
+@pytest.mark.parametrize('name', ['remax', 'vineppo', 'igpo'])
+def test_rows_without_state_values_are_refused(name):
+  algorithm = algorithms.of_section({'name': name, 'components': ()})
+  rows = algorithm_rows.golden_rows()
+  rows.state_values[:] = np.nan
+  line = '^rows.state_values: unknown in all rows; must be estimated'
+  with pytest.raises(ValueError, match=line):
+    algorithm.compute_advantages(rows)
+  # Unknown values of some rows are no mistake.
+  rows.state_values[0] = 1.0
+  assert np.isfinite(algorithm.compute_advantages(rows).advantages).all()
+
+
+@pytest.mark.parametrize('name', ['gdpo', 'igpo'])
+def test_rows_with_other_components_are_refused(name):
+  rows = algorithm_rows.golden_rows()
+  rows.state_values[:] = 0.5
+  algorithm = algorithms.make(name, components=('speed', 'form', 'reward'))
+  line = 'rows.components: [0-2] columns; must be one for each of speed, form, '
+  with pytest.raises(ValueError, match=line):
+    algorithm.compute_advantages(rows)
+
+
+def test_advantages_may_be_a_list():
+  def compute_advantages(rows):
+    return algorithms.AlgorithmOutput([0.5] * len(rows.groups), {})
+
+  algorithm = types.SimpleNamespace(
+    needs_values=False, compute_advantages=compute_advantages
+  )
+  rows = algorithm_rows.golden_rows()
+  actual = algorithms.compute(algorithm, rows, None, {}).advantages
+  np.testing.assert_array_equal(actual, np.full(len(rows.groups), 0.5))
 
 
 def test_sets_of_two_by_hand():

@@ -486,6 +486,15 @@ def test_entropy_band_in_the_loss():
     ({'name': 'policy'}, 'name=policy: unknown .*one of policy_gradient'),
     ({'name': 'gigpo_jax.nothing:loss'}, 'name=.*: unknown .*module:function'),
     ({'name': 'math:tau_of'}, 'name=math:tau_of: unknown'),
+    (
+      {'clip_epsilom': 0.1},
+      '^clip_epsilom=0.1: no option of policy_gradient; did you mean '
+      'clip_epsilon. must be one of surrogate, ',
+    ),
+    (
+      {'name': f'{__name__}:reinforce', 'clip_epsilon': 0.1},
+      '^clip_epsilon=0.1: no option of .*; must be one of none',
+    ),
   ],
   ids=str,
 )
@@ -514,7 +523,6 @@ def test_losses_are_made_by_name():
   loss = losses.make(
     'policy_gradient',
     clip_epsilon=0.1,
-    aggregation='token_mean',
     entropy_band={'weight': 2.0},
   )
   band = losses.EntropyBand(weight=2.0)
@@ -522,9 +530,14 @@ def test_losses_are_made_by_name():
   adaptive = dataclasses.replace(loss, kl_target=0.1)
   assert set(adaptive.columns) == set(losses.TRAINING_COLUMNS)
   assert set(adaptive.columns) - set(loss.columns) == {losses.KL_COLUMN}
-  own = losses.make(f'{__name__}:Reinforce', clip_epsilon=0.1, kl_weight=0.5)
+  own, function = (
+    losses.of_section(
+      {'name': f'{__name__}:{name}', 'clip_epsilon': 0.1, 'kl_weight': 0.5}
+    )
+    for name in ('Reinforce', 'reinforce')
+  )
+  assert own == losses.make(f'{__name__}:Reinforce', kl_weight=0.5)
   assert own == Reinforce(kl_weight=0.5)
-  function = losses.make(f'{__name__}:reinforce', clip_epsilon=0.1)
   assert function.columns == losses.POLICY_COLUMNS
   inputs = arguments(advantages=jnp.ones((2, 2)))
   np.testing.assert_array_equal(run(function, inputs)[0], -inputs['log_probs'])

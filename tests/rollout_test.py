@@ -216,6 +216,20 @@ def test_tokens_streams_rewards_and_order(text):
   assert [len(wave) for wave in script.waves] == [4, 3, 3, 2, 1]
 
 
+@pytest.mark.parametrize(
+  ('field', 'value'),
+  [
+    ('prompt_overflow', 'drop'),
+    ('schedule', 'sync'),
+    ('earlier_thinking', 'remove'),
+  ],
+)
+def test_unknown_names_are_refused(field, value):
+  options = {'prompt_overflow': 'error', field: value}
+  with pytest.raises(ValueError, match=f'^{field}={value}: unknown; must be '):
+    rollout.EpisodeRunner(None, None, None, 1, **options)
+
+
 def test_metrics_by_hand():
   pool = types.SimpleNamespace(restarts=1, recycled=2)
   engine = types.SimpleNamespace(compilations=3)

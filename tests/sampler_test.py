@@ -417,6 +417,13 @@ def test_too_long_prompt_raises(params):
   ('changes', 'problem'),
   [
     ({'prompt_ids': np.zeros(0, np.int32)}, 'a prompt has 0 tokens'),
+    (
+      {'prompt_ids': np.array([0, CONFIG.vocab_size])},
+      'prompt_ids: from 0 to .*; must be between 0 and .* of the model',
+    ),
+    ({'prompt_ids': np.array([-1, 0])}, 'prompt_ids: from -1 to 0; must be'),
+    ({'prompt_ids': [1.0]}, r'prompt_ids: of shape \(1,\) and type float64'),
+    ({'prompt_ids': [[1]]}, r'prompt_ids: of shape \(1, 1\) and type int64'),
     ({'stream': (0, 0, 0, 0)}, 'must be 5 integers'),
     ({'stream': (0, 0, 0, 0, 2**31)}, 'must be 5 integers'),
     ({'stream': (0, 0, 0, 0, -1)}, 'must be 5 integers'),
@@ -463,7 +470,7 @@ def test_unusable_options_of_sampling_are_refused(field, value):
 
 def test_an_unknown_reuse_is_refused():
   with pytest.raises(
-    ValueError, match='rollout.reuse_cache=al: must be one of'
+    ValueError, match='rollout.reuse_cache=al: unknown; must be one of'
   ):
     _sampler(reuse='al')
 
@@ -779,5 +786,7 @@ def test_int8_weights_are_close_and_sharded(params):
     np.testing.assert_array_equal(b.ids, c.ids)
   pairs = zip(expected, rounded, strict=True)
   assert any(a.log_probs[0] != b.log_probs[0] for a, b in pairs)
-  with pytest.raises(ValueError, match='rollout.weights=int4: must be one of'):
+  with pytest.raises(
+    ValueError, match='rollout.weights=int4: unknown; must be one of'
+  ):
     _sampler(weights='int4')

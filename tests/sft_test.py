@@ -79,7 +79,7 @@ def test_the_mistakes_of_an_expert_are_one_line(monkeypatch, shown, problem):
   env = types.SimpleNamespace(
     demonstrate=lambda *_, **__: shown, close=lambda: None
   )
-  monkeypatch.setattr(envs, 'make', lambda *_, **__: env)
+  monkeypatch.setattr(envs, 'make_expert', lambda *_, **__: env)
   with pytest.raises(ValueError) as error:
     sft.demonstrations(config)
   text = str(error.value)
@@ -93,7 +93,7 @@ def test_tasks_that_an_expert_does_not_show_are_left_out(monkeypatch):
   env = types.SimpleNamespace(
     demonstrate=lambda *_, **__: next(shown), close=lambda: None
   )
-  monkeypatch.setattr(envs, 'make', lambda *_, **__: env)
+  monkeypatch.setattr(envs, 'make_expert', lambda *_, **__: env)
   config.sft.num_episodes = 2
   assert [len(episode) for episode in sft.demonstrations(config)] == [1]
   config.sft.num_episodes = 1
@@ -293,7 +293,7 @@ def test_demonstrated_tasks_are_the_last_ones(monkeypatch):
     return [('p', 'go')]
 
   env = types.SimpleNamespace(demonstrate=demonstrate, close=lambda: None)
-  monkeypatch.setattr(envs, 'make', lambda *_, **__: env)
+  monkeypatch.setattr(envs, 'make_expert', lambda *_, **__: env)
   monkeypatch.setattr(envs, 'tasks', lambda *_, **__: range(5))
   config.sft.num_episodes = 6
   sft.demonstrations(config)

@@ -201,7 +201,9 @@ _SIZES = {
 }
 
 
-def test_counters_are_those_of_a_real_rollout(benchmarks):
+def test_counters_are_those_of_a_real_rollout(benchmarks, monkeypatch):
+  # The prompts are hashes, which the vocabulary of a real model lacks.
+  monkeypatch.setattr(sampler.checks, 'check_request', lambda *_: None)
   virtual, simulate = benchmarks.virtual_device, benchmarks.simulate
   work = benchmarks.workload.Workload(
     groups=4,

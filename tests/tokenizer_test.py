@@ -33,9 +33,16 @@ def test_render_is_chatml_and_ends_with_the_assistant_header(text):
   assert ids.dtype == np.int32
 
 
+@pytest.mark.parametrize('prompts', ['hello', [{'content': 'hello'}], [b'a']])
+def test_prompts_that_are_no_texts_are_refused(text, prompts):
+  with pytest.raises(TypeError, match='^prompts=.*: must be a list of texts'):
+    text.render(prompts)
+
+
 @pytest.mark.parametrize('sample', [*TEXTS[:3], 'naïve — 好的 🙂\n\n  x  1234'])
 def test_round_trip_is_exact(text, sample: str):
-  assert text.decode(text.encode([sample])) == [sample]
+  ids = text.encode([sample])
+  assert text.decode(ids) == text.decode([ids[0].tolist()]) == [sample]
 
 
 def test_special_tokens_stop_and_are_not_decoded(text):

@@ -8,6 +8,7 @@ import types
 
 import pytest
 
+import envs
 from envs import base, tool_calls
 
 EXAMPLES = pathlib.Path(__file__).parents[1] / 'examples'
@@ -90,7 +91,8 @@ def test_the_warm_start_walks_with_detours(harness, monkeypatch):
   monkeypatch.syspath_prepend(EXAMPLES)
   start = importlib.import_module('walk_start')
   assert {room: start.shortest_way(room) for room in TO_GARDEN} == TO_GARDEN
-  env, used = start.Env(max_steps=6), {0.0: set(), 1.0: set()}
+  env = envs.make_expert('walk_start', max_steps=6)
+  used: dict[float, set] = {0.0: set(), 1.0: set()}
   for index, noise in itertools.product(range(20), used):
     task = base.Task('train', index)
     steps = list(env.demonstrate(task, noise=noise, seed=0))

@@ -139,12 +139,36 @@ def make(name: str, **options: object) -> Algorithm:
 
   Args:
     name: a key of REGISTRY, or an importable module with a class `Algorithm`.
-    **options: options of any algorithm; those that this algorithm does not
-      have are ignored.
+    **options: its options.
+
+  Raises:
+    ValueError: in one line, if the name is unknown, or the algorithm does not
+      have an option or rejects it.
+  """
+  options_lib.refuse_unknown(_class(name), options, field=name)
+  return of_section({'name': name, **options})
+
+
+def of_section(section: Mapping[str, object]) -> Algorithm:
+  """Creates the algorithm of a config's section `algorithm`.
+
+  Args:
+    section: `name`, see `make`, and options of any algorithm; those that this
+      algorithm does not have are ignored.
 
   Raises:
     ValueError: if the name is unknown or the algorithm rejects an option.
   """
+  name = section['name']
+  return options_lib.make(
+    _class(name),
+    section,
+    field=f'algorithm.name={name}',
+    needs=('needs_values', 'needs_group', 'compute_advantages'),
+  )
+
+
+def _class(name: str) -> type:
   module = _module(name)
   if not isinstance(getattr(module, 'Algorithm', None), type):
     raise ValueError(
@@ -153,12 +177,7 @@ def make(name: str, **options: object) -> Algorithm:
     )
   for old, new in _OLD_METHODS.items():
     _accept_old_method(module.Algorithm, old, new)
-  return options_lib.make(
-    module.Algorithm,
-    options,
-    field=f'algorithm.name={name}',
-    needs=('needs_values', 'needs_group', 'compute_advantages'),
-  )
+  return module.Algorithm
 
 
 def num_continuations(algorithm: Algorithm) -> int:
@@ -185,7 +204,7 @@ def compute(
     )
   plugins.check_values('algorithm.name', output.advantages, rows)
   plugins.check_metrics('algorithm.name', output.metrics)
-  return output
+  return output._replace(advantages=np.asarray(output.advantages))
 
 
 def next_state(

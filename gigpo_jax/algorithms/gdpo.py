@@ -24,6 +24,7 @@ from gigpo_jax import (
   batch,
   options,
   reward_functions,
+  row_stats,
   selectors,
 )
 
@@ -67,7 +68,7 @@ class Algorithm:
     """Returns one advantage per row, 0 for padding."""
     weights = self.component_weights or (1.0,) * len(self.components)
     advantages_R = _decoupled(
-      jnp.asarray(rows.components),
+      jnp.asarray(row_stats.named_components(rows, self.components)),
       arrays.ids32(rows.groups, padding=True),
       arrays.ids32(rows.episodes),
       jnp.asarray(rows.steps),

@@ -94,9 +94,8 @@ class Algorithm:
     """Returns one advantage per row; 0 for padding."""
     episodes = row_stats.episodes(rows, self.invalid_penalty)
     following, real = row_stats.next_rows(rows), rows.real
-    gains = np.where(
-      following >= 0, rows.state_values[following] - rows.state_values, np.nan
-    )
+    values = row_stats.known_state_values(rows)
+    gains = np.where(following >= 0, values[following] - values, np.nan)
     rewards = self.gain_weight * row_stats.group_z_scores(gains, rows.groups)
     for weight, values_E in self._sums(rows, episodes):
       last = np.where(
@@ -120,5 +119,7 @@ class Algorithm:
     if not self.components:
       return [(1.0, episodes.returns)]
     weights = self.component_weights or (1.0,) * len(self.components)
-    sums = map(episodes.sum, rows.components.T)
+    sums = map(
+      episodes.sum, row_stats.named_components(rows, self.components).T
+    )
     return list(zip(weights, sums, strict=True))

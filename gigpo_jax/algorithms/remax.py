@@ -59,6 +59,7 @@ class Algorithm:
   def compute_advantages(self, rows: batch.Rows) -> algorithms.AlgorithmOutput:
     """Returns one advantage per row; 0 for padding and unknown baselines."""
     episodes = row_stats.episodes(rows, self.invalid_penalty)
-    baselines = rows.state_values[row_stats.first_rows(rows, episodes)]
+    values = row_stats.known_state_values(rows)
+    baselines = values[row_stats.first_rows(rows, episodes)]
     advantages = episodes.to_rows(np.nan_to_num(episodes.returns - baselines))
     return algorithms.make_output(advantages, rows)

@@ -82,7 +82,7 @@ def value_differences(
     rewards: reward of each row.
     discount: discount per step.
   """
-  index = row_stats.next_rows(rows)
-  following = np.where(index >= 0, rows.state_values[index], 0)
-  differences = rewards + discount * following - rows.state_values
+  index, values = row_stats.next_rows(rows), row_stats.known_state_values(rows)
+  following = np.where(index >= 0, values[index], 0)
+  differences = rewards + discount * following - values
   return np.where(rows.real, differences, np.nan)

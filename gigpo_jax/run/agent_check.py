@@ -20,7 +20,7 @@ def conflicts(config: ml_collections.ConfigDict) -> Iterator[str]:
       'be another anchor'
     )
   try:
-    algorithm = algorithms.make(**config.algorithm.to_dict())
+    algorithm = algorithms.of_section(config.algorithm.to_dict())
     chain = modulators.FAMILY.make(config.algorithm)
   except ValueError:  # Reported with the algorithm.
     return

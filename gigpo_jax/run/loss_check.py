@@ -11,7 +11,7 @@ from gigpo_jax.run import config_fields
 def conflicts(config: ml_collections.ConfigDict) -> Iterator[str]:
   """Yields a line for each option that the loss rejects or does not have."""
   try:
-    loss = losses.make(**config.loss.to_dict())
+    loss = losses.of_section(config.loss.to_dict())
   except ValueError as error:
     yield from (f'loss.{problem}' for problem in str(error).splitlines())
     return

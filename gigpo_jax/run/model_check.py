@@ -134,7 +134,7 @@ def _unusable_prefixes(
     )
   unknown = forced_prefixes.unrecognized(forced, text)
   if unknown and algorithms.reads_prefixes(
-    algorithms.make(**config.algorithm.to_dict())
+    algorithms.of_section(config.algorithm.to_dict())
   ):
     yield (
       f'rollout.prefixes={reprlib.repr(tuple(texts))}: responses are decoded '
@@ -273,7 +273,7 @@ def _too_small(
     bytes_per_parameter, mode = FROZEN_BYTES_PER_PARAMETER, 'training adapters'
   elif config.optimizer.mu_dtype == 'bfloat16':
     bytes_per_parameter -= 2
-  if trains and algorithms.make(**config.algorithm).needs_values:
+  if trains and algorithms.of_section(config.algorithm).needs_values:
     # float32 parameters, moments and gradients of the critic; with adapters,
     # its frozen bf16 copy.
     bytes_per_parameter += 2 if config.lora.rank else 16

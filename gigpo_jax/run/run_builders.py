@@ -271,7 +271,7 @@ def make_parts(
 
   Compiles nothing, except for model.remat=auto.
   """
-  algorithm = algorithms.make(**config.algorithm.to_dict())
+  algorithm = algorithms.of_section(config.algorithm.to_dict())
   loss = builders.make_loss(config)
   bundle = remat.resolve(config, bundle, has_critic=algorithm.needs_values)
   tutor = teacher_builders.make_teacher(config, bundle.tokenizer)
@@ -431,7 +431,7 @@ def unused_options(
   They are not refused, because configs of environments set them.
   """
   for section, plugin in (
-    ('algorithm', algorithms.make(**config.algorithm.to_dict())),
+    ('algorithm', algorithms.of_section(config.algorithm.to_dict())),
     ('loss', builders.make_loss(config)),
   ):
     own = options.defaults(plugin).keys() - getattr(plugin, 'unused', ())

@@ -60,7 +60,7 @@ def make_privileged_context(
 
   @functools.cache
   def solve(task: base.Task) -> str:
-    with contextlib.closing(envs.make(name, **kwargs)) as env:
+    with contextlib.closing(envs.make_expert(name, **kwargs)) as env:
       steps = envs.demonstrate(name, env, task, noise=0.0, seed=config.seed)
       return '\n'.join(response for _, response in steps)
 

@@ -205,7 +205,7 @@ def _weights(folder: pathlib.Path) -> tuple[float, float]:
     raise ValueError(f'{path}: its algorithm is {options!r}, no section')
   default = 1.0
   if 'name' in options:
-    algorithm = algorithms.make(**options)
+    algorithm = algorithms.of_section(options)
     default = getattr(algorithm, 'default_episode_weight', default)
   step, episode = (options.get(f'{n}_weight') for n in ('step', 'episode'))
   return 1.0 if step is None else step, default if episode is None else episode

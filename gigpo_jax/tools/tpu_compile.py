@@ -172,7 +172,7 @@ def estimate(
 
 
 def _has_critic(config: ml_collections.ConfigDict) -> bool:
-  return algorithms.make(**config.algorithm).needs_values
+  return algorithms.of_section(config.algorithm).needs_values
 
 
 def _chip(topology: str) -> tpu_time.Chip:
