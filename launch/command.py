@@ -52,12 +52,6 @@ _OTHER_FLAGS = {
     'a run resumes if its command is run again with the same --workdir',
   ),
 }
-_TYPES = {
-  bool: 'True or False',
-  int: 'an integer',
-  float: 'a number',
-  tuple: 'a tuple, such as "(1, 2)" or "(\'a\', \'b\')"',
-}
 
 
 def run(
@@ -275,15 +269,9 @@ def _split_none(
 ) -> tuple[list[str], list[str]]:
   """Returns the flags without `--config.FIELD=None`, and these fields.
 
-  The config's flag cannot parse None for an optional number. A field is
-  optional if it is None in the config or in configs/base.py.
+  The config's flag cannot parse None for an optional number.
   """
-  optional = {
-    f'--config.{field}=None'
-    for fields in map(config_fields.flatten, (config_fields.defaults(), config))
-    for field, value in fields.items()
-    if value is None
-  }
+  optional = {f'--config.{x}=None' for x in config_fields.optional(config)}
   rest = [argument for argument in argv if argument not in optional]
   last = {argument.partition('=')[0]: argument for argument in argv}
   empty = [
@@ -299,18 +287,8 @@ def _wrong_type(text: str, config: ml_collections.ConfigDict) -> str:
   match = re.match(r'flag --config\.([\w.]+)=(.*?): ', text)
   if not match:
     return text
-  *sections, name = match[1].split('.')
-  for section in sections:
-    config = config[section]
-  accepted = _TYPES.get(config.get_type(name))
-  if isinstance(config[name], ml_collections.ConfigDict):
-    names = ', '.join(config_fields.flatten(config[name]))
-    accepted = f'one of its fields, {names}'
-  return (
-    f'{match[1]}={match[2]}: wrong type; must be {accepted}'
-    if accepted
-    else text
-  )
+  accepted = config_fields.accepted(config, match[1])
+  return f'{match[1]}={match[2]}: wrong type; must be {accepted}'
 
 
 def _call(

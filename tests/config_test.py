@@ -1064,6 +1064,15 @@ def test_a_stored_none_is_not_a_missing_field(tmp_path):
     run_config.check_resume(config, str(tmp_path))
 
 
+def test_none_and_its_name_differ_in_errors(tmp_path):
+  config = alfworld.get_config('tiny')
+  config.model.dtype = 'None'
+  _start_run(config, tmp_path)
+  config.model.dtype = None
+  with pytest.raises(ValueError, match=r"model.dtype=None \(was 'None'\);"):
+    run_config.check_resume(config, str(tmp_path))
+
+
 def test_older_run_resumes_with_new_fields(tmp_path):
   config = alfworld.get_config('tiny')
   _start_run(config, tmp_path)

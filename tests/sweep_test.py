@@ -448,6 +448,52 @@ def test_runs_without_a_config_are_refused(tmp_path, config, overrides):
     sweep.run_all([run], tmp_path, at_once=1)
 
 
+@pytest.mark.parametrize(
+  ('field', 'value', 'expected'),
+  [
+    ('rollout.groups', '3', "groups='3': wrong type; must be an integer"),
+    ('rollout.groups', True, 'groups=True: wrong type; must be an integer'),
+    ('optimizer.learning_rate', None, '_rate=None: wrong type; must be a numb'),
+    ('model.dtype', None, 'dtype=None: wrong type; must be a text'),
+    ('model.dtype', 3, 'dtype=3: wrong type; must be a text'),
+    ('rollout.prompt_buckets', 160, 'buckets=160: wrong type; must be a tuple'),
+    ('guard.rollback', None, 'guard.rollback: no such field; see configs/base'),
+  ],
+)
+def test_values_of_a_wrong_type_are_one_line(field, value, expected):
+  run = dataclasses.replace(RUNS[0], overrides=((field, value),))
+  with pytest.raises(ValueError, match='^--sweep: run alfworld-a-0: ') as error:
+    run.load()
+  section = field.partition('.')[0]
+  assert f': {section}.' in str(error.value) and expected in str(error.value)
+  assert '\n' not in str(error.value)
+
+
+def test_fields_that_accept_none():
+  unset = ('loss.tis_clip', None), ('evaluation.split', None)
+  config = dataclasses.replace(RUNS[0], overrides=unset).load()
+  assert config.loss.tis_clip is None and config.evaluation.split is None
+
+
+def test_lists_and_numbers_of_numpy_are_plain_values(tmp_path):
+  file = tmp_path / 'list.py'
+  file.write_text(
+    'import numpy as np\n'
+    'values = {"rollout.prompt_buckets": [np.int64(64), 128],'
+    ' "optimizer.learning_rate": np.float32(0.5)}\n'
+    'RUNS = [dict(name="a", config="configs/alfworld.py:smoke",'
+    ' seed=np.arange(2)[1], overrides=values, test=values)]'
+  )
+  (run,) = sweep_runs.read(file)
+  assert run.seed == 1 and type(run.seed) is int and run.test == run.overrides
+  values = dict(run.overrides)
+  assert repr(values['rollout.prompt_buckets']) == '(64, 128)'
+  assert repr(values['optimizer.learning_rate']) == '0.5'
+  assert '--config.rollout.prompt_buckets=(64, 128)' in run.command(tmp_path)
+  sweep._validate([run])
+  assert sweep_runs._plain([[0, ['pick', 'heat']]]) == ((0, ('pick', 'heat')),)
+
+
 def test_wrong_values_are_refused_before_the_first_run(tmp_path, monkeypatch):
   monkeypatch.setattr(sweep, 'run_all', lambda *args, **kwargs: pytest.fail())
   entry = {'name': 'a', 'config': 'configs/alfworld.py:smoke', 'seed': 0}
@@ -703,6 +749,18 @@ def test_an_extended_run_is_tested_again(tmp_path):
     (
       'RUNS = [{"name": "a", "config": "x", "seed": 0, "overrides": ["b"]}]',
       'overrides and test must be dictionaries',
+    ),
+    (
+      'RUNS = [{"name": "a", "config": "x", "seed": 0, "test": {"b": {1}}}]',
+      'overrides and test have .1., a set; must have None, numbers, texts or',
+    ),
+    (
+      'RUNS = [{"name": 300 * "a", "config": "x", "seed": 0}]',
+      "sweep.py: run 'x-aaaa.*: cannot be a folder; .* at most 251 bytes",
+    ),
+    (
+      'RUNS = [{"name": "a\\0b", "config": "x", "seed": 0}]',
+      r"run 'x-a\\x00b-0': cannot be a folder; .* must be printable",
     ),
     ('RUNS = [{"name": "a"}]', "lacks .'config', 'seed'."),
     (

@@ -183,6 +183,15 @@ _OTHER_NAMES = {
   'warmup_steps': 'optimizer.warmup_updates',
 }
 
+# Values of a field by its type, for errors.
+_TYPES = {
+  bool: 'True or False',
+  int: 'an integer',
+  float: 'a number',
+  str: 'a text',
+  tuple: 'a tuple, such as "(1, 2)" or "(\'a\', \'b\')"',
+}
+
 
 @functools.cache
 def defaults() -> ml_collections.FrozenConfigDict:
@@ -208,6 +217,48 @@ def flatten(config: ml_collections.ConfigDict | dict) -> dict[str, Any]:
     else:
       fields[name] = value
   return fields
+
+
+def optional(config: ml_collections.ConfigDict) -> set[str]:
+  """Returns the fields that may be None: those that are, here or by default."""
+  return {
+    field
+    for fields in map(flatten, (defaults(), config))
+    for field, value in fields.items()
+    if value is None
+  }
+
+
+def accepted(config: ml_collections.ConfigDict, field: str) -> str:
+  """Returns which values a field has by its type, for errors."""
+  *sections, name = field.split('.')
+  section = functools.reduce(lambda part, key: part[key], sections, config)
+  if isinstance(section[name], ml_collections.ConfigDict):
+    return f'one of its fields, {", ".join(flatten(section[name]))}'
+  own = section.get_type(name)
+  return _TYPES.get(own, f'of type {own.__name__}')
+
+
+def set_value(
+  config: ml_collections.ConfigDict, field: str, value: object
+) -> None:
+  """Sets a field that a config has.
+
+  Raises:
+    ValueError: in one line, if the field needs a value of another type.
+  """
+  must_be = accepted(config, field)
+  is_missing = value is None and field not in optional(config)
+  # True is an int in Python.
+  is_flag = isinstance(value, bool) and must_be in (_TYPES[int], _TYPES[float])
+  try:
+    if is_missing or is_flag:
+      raise TypeError(value)
+    config.update_from_flattened_dict({field: value})
+  except TypeError as error:
+    raise ValueError(
+      f'{field}={value!r}: wrong type; must be {must_be}'
+    ) from error
 
 
 def load(

@@ -225,7 +225,7 @@ def check_resume(
       f'--workdir={workdir}: its {name} cannot be read ({error}); {advice}'
     ) from error
   changed = [
-    f'{field}={new} (was {old})'
+    _change(field, old, new)
     for field, (old, new) in differences(stored, current)
     if field not in _MAY_DIFFER
     # A longer run is the same experiment.
@@ -233,7 +233,7 @@ def check_resume(
     and not (old is _MISSING and _is_default(field, new))
   ]
   changed += [
-    f'{key}={inputs[key]} (was {old})'
+    _change(key, old, inputs[key])
     for key, old in old_inputs.items()
     if key in (inputs or {}) and inputs[key] != old
   ]
@@ -244,6 +244,13 @@ def check_resume(
       f'--workdir={workdir}: holds a run of another config: '
       f'{", ".join(changed)}; {advice}'
     )
+
+
+def _change(field: str, old: object, new: object) -> str:
+  """Returns a line about a field, in which None and 'None' differ."""
+  if str(old) == str(new):
+    return f'{field}={new!r} (was {old!r})'
+  return f'{field}={new} (was {old})'
 
 
 def _is_default(field: str, value: object) -> bool:

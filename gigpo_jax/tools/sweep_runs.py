@@ -10,6 +10,7 @@ import sys
 from collections.abc import Sequence
 
 import ml_collections
+import numpy as np
 
 import configs
 from gigpo_jax import deprecated, metrics
@@ -19,6 +20,8 @@ from gigpo_jax.tools import outcomes
 
 _ROOT = pathlib.Path(__file__).parents[2]
 _RATE = 'optimizer.learning_rate'
+# Limit of file systems on the name of a folder's log, FOLDER.log.
+_MAX_FOLDER_BYTES = 255 - len('.log')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,7 +122,8 @@ class Run:
       for field in overrides.keys() - config_fields.flatten(config).keys():
         advice = config_fields.suggest(field, config) or 'see configs/base.py'
         raise ValueError(f'{field}: no such field; {advice}')
-      config.update_from_flattened_dict(overrides)
+      for field, value in overrides.items():
+        config_fields.set_value(config, field, value)
     except (KeyError, OSError, TypeError, ValueError) as error:
       message = ' '.join(str(error).split())
       raise ValueError(f'{self.label}{message}') from error
@@ -239,14 +243,46 @@ def _run_of(entry: object, flag: str) -> Run:
       f'{flag}: {entry}: overrides and test must have names of config fields, '
       'overrides not seed'
     )
-  values = {name: entry[name] for name in types if name in entry}
+  values = {name: _python(entry[name]) for name in types if name in entry}
   for name, value in values.items():
     if type(value) is not types[name]:
       raise ValueError(
         f'{flag}: {name}={value!r}: must be of type {types[name].__name__}'
       )
-  overrides, test = (tuple(fields.items()) for fields in changes)
-  return Run(**values, overrides=overrides, test=test)
+  try:
+    overrides, test = (_plain(tuple(fields.items())) for fields in changes)
+  except TypeError as error:
+    raise ValueError(f'{flag}: {entry}: overrides and test {error}') from error
+  run = Run(**values, overrides=overrides, test=test)
+  folder = run.folder
+  if not folder.isprintable() or len(folder.encode()) > _MAX_FOLDER_BYTES:
+    raise ValueError(
+      f'{flag}: run {folder!r:.80}: cannot be a folder; experiment-name-seed '
+      f'must be printable and at most {_MAX_FOLDER_BYTES} bytes'
+    )
+  return run
+
+
+def _python(value: object) -> object:
+  """Returns a value with Python's numbers instead of NumPy's."""
+  return value.tolist() if isinstance(value, np.generic | np.ndarray) else value
+
+
+def _plain(value: object) -> object:
+  """Returns a value that can be hashed, with tuples instead of lists.
+
+  Raises:
+    TypeError: if it cannot be the value of a field.
+  """
+  value = _python(value)
+  if isinstance(value, list | tuple):
+    return tuple(map(_plain, value))
+  if value is None or isinstance(value, bool | int | float | str):
+    return value
+  raise TypeError(
+    f'have {value!r:.80}, a {type(value).__name__}; must have None, numbers, '
+    'texts or tuples of these'
+  )
 
 
 def _expand_home(field: str, value: object) -> object:
