@@ -35,7 +35,7 @@ import re
 import sys
 import types
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from envs import base
@@ -126,14 +126,20 @@ def harness(name: str) -> str:
 
 def uses_tools(name: str, kwargs: Mapping[str, Any]) -> bool:
   """Returns whether the conversations of an environment have tools."""
-  own = getattr(_module(name), 'uses_tools', None)
-  return bool(own and own(kwargs))
+  return bool(_call_own(name, 'uses_tools', kwargs, 'whether it has tools'))
 
 
 def agents(name: str, kwargs: Mapping[str, Any]) -> tuple[str, ...]:
   """Returns the names of an environment's agents; () if there is only one."""
-  own = getattr(_module(name), 'agents', None)
-  return tuple(own(kwargs)) if own else ()
+  expected = 'a tuple with the names of its agents'
+  names = _call_own(name, 'agents', kwargs, expected)
+  names = () if names is None else names
+  if isinstance(names, str) or not isinstance(names, Iterable):
+    raise ValueError(
+      f'env.name={name}: agents returned {names!r:.80}; it must return '
+      f'{expected}'
+    )
+  return tuple(names)
 
 
 def answer_start(name: str, kwargs: Mapping[str, Any]) -> str | None:
@@ -142,8 +148,23 @@ def answer_start(name: str, kwargs: Mapping[str, Any]) -> str | None:
   None if the tasks of the environment have no reference answer. Otherwise its
   `tasks` have a method `answer(index)`.
   """
-  own = getattr(_module(name), 'answer_start', None)
-  return own(kwargs) if own else None
+  return _call_own(name, 'answer_start', kwargs, 'a text or None')
+
+
+def _call_own(
+  name: str, function: str, kwargs: Mapping[str, Any], expected: str
+) -> Any:
+  """Returns the value of an environment's function; None if it has none.
+
+  Raises:
+    ValueError: in one line, if the function raises anything.
+  """
+  own = getattr(_module(name), function, None)
+  if own is None:
+    return None
+  field = f'env.name={name}'
+  with explain_errors(field, function, f'it must return {expected}'):
+    return own(kwargs)
 
 
 def presets(name: str) -> Mapping[str, Mapping[str, Any]]:
@@ -165,26 +186,49 @@ def check_options(name: str, kwargs: Mapping[str, Any]) -> Iterator[str]:
   yield from problems
   if problems:  # The own check may rely on their types.
     return
-  if check_own := getattr(_module(name), 'check_options', None):
-    try:
-      yield from check_own(kwargs)
-    except Exception as error:  # An environment may raise anything.
-      yield (
-        f'env.name={name}: check_options raises {_describe(error, name)}; it '
-        'must yield a line for each wrong option'
-      )
+  yield from own_lines(
+    _module(name), 'check_options', kwargs, f'env.name={name}'
+  )
 
 
 def check_installation(name: str, kwargs: Mapping[str, Any]) -> Iterator[str]:
   """Yields a line for each missing requirement of an environment."""
-  if check_own := getattr(_module(name), 'check_installation', None):
-    yield from check_own(kwargs)
+  yield from own_lines(
+    _module(name), 'check_installation', kwargs, f'env.name={name}'
+  )
 
 
 def conflicts(config: Any) -> Iterator[str]:
   """Yields a line for each option that a config's environment rejects."""
-  if own_conflicts := getattr(_module(config.env.name), 'conflicts', None):
-    yield from own_conflicts(config)
+  name = config.env.name
+  yield from own_lines(_module(name), 'conflicts', config, f'env.name={name}')
+
+
+def own_lines(
+  module: types.ModuleType, function: str, argument: Any, field: str
+) -> Iterator[str]:
+  """Yields the lines of a module's function, or one about its mistake.
+
+  Args:
+    module: the module of an environment, an algorithm or a plug-in.
+    function: name of the function, which the module may lack.
+    argument: its argument.
+    field: the config field that names the module, and its value.
+  """
+  own = getattr(module, function, None)
+  if own is None:
+    return
+  expected = 'it must yield a line for each problem'
+  try:
+    with explain_errors(field, function, expected):
+      lines = own(argument)
+      is_iterable = isinstance(lines, Iterable) and not isinstance(lines, str)
+      lines = [*lines] if is_iterable else [None]
+  except ValueError as error:
+    lines = str(error).splitlines()
+  if not all(isinstance(line, str) for line in lines):
+    lines = [f'{field}: {function} returned no lines; {expected}']
+  yield from lines
 
 
 def _module(name: str) -> types.ModuleType:
@@ -208,6 +252,12 @@ def _module(name: str) -> types.ModuleType:
     if not hasattr(module, wanted):
       raise ValueError(
         f'env.name={name}: the module has no {wanted}; must have Env and tasks'
+      )
+  for names in ('ANCHORS', 'CONTEXTS'):
+    if isinstance(value := getattr(module, names, ()), str):
+      raise ValueError(
+        f'env.name={name}: {names}={value!r} is a text; must be a tuple of '
+        'names'
       )
   return module
 
@@ -331,18 +381,12 @@ def demonstrate(
   Raises:
     ValueError: in one line, if the expert fails, or shows something else.
   """
-  try:
+  expected = 'it must yield pairs (prompt or messages, response)'
+  with explain_errors(f'env.name={name}', 'demonstrate', expected):
     shown = env.demonstrate(task, noise=noise, seed=seed)
     return [
       (_observation(given), _response(text)) for given, text in shown or ()
     ]
-  except Exception as error:  # An environment may raise anything.
-    if _is_explained(error):
-      raise
-    raise ValueError(
-      f'env.name={name}: demonstrate raises {_describe(error, name)}; it must '
-      'yield pairs (prompt or messages, response)'
-    ) from error
 
 
 def _observation(given: base.Input | base.Observation) -> base.Observation:
@@ -375,21 +419,12 @@ def _is_explained(error: Exception) -> bool:
   )
 
 
-def _describe(error: Exception, name: str) -> str:
-  """Returns an environment's exception as one line."""
-  # Imported here, because it imports this package.
-  from envs import worker
-
-  file = getattr(sys.modules.get(name), '__file__', None)
-  return worker.format_exception(error, file)
-
-
 @contextlib.contextmanager
-def explain_errors(name: str, call: str, expected: str) -> Iterator[None]:
-  """Turns exceptions of an environment's code into errors of one line.
+def explain_errors(field: str, call: str, expected: str) -> Iterator[None]:
+  """Turns exceptions of a user's module into errors of one line.
 
   Args:
-    name: name of the environment.
+    field: the config field that names the module, and its value.
     call: what is called.
     expected: what it must be or return.
 
@@ -398,11 +433,17 @@ def explain_errors(name: str, call: str, expected: str) -> Iterator[None]:
   """
   try:
     yield
-  except Exception as error:  # An environment may raise anything.
+  except Exception as error:  # A module may raise anything.
     if _is_explained(error):
       raise
+    # Imported here, because it imports this package.
+    from envs import worker
+
+    name = field.partition('=')[2].partition(':')[0]
+    file = getattr(sys.modules.get(name), '__file__', None)
     raise ValueError(
-      f'env.name={name}: {call} raises {_describe(error, name)}; {expected}'
+      f'{field}: {call} raises {worker.format_exception(error, file)}; '
+      f'{expected}'
     ) from error
 
 
@@ -412,7 +453,8 @@ def tasks(name: str, split: str, **kwargs: Any) -> base.TaskInfo:
   Raises:
     ValueError: in one line, if the environment cannot list them.
   """
-  with explain_errors(name, 'tasks', 'it must return the tasks of a split'):
+  expected = 'it must return the tasks of a split'
+  with explain_errors(f'env.name={name}', 'tasks', expected):
     info = _module(name).tasks(split, **kwargs)
   if not hasattr(info, 'task_type') and hasattr(info, 'kind'):
     warnings.warn(

@@ -176,6 +176,8 @@ def _field_problems(config: ml_collections.ConfigDict) -> list[str]:
   problems = [*_values(config), *_environment(config)]
   refused = frozenset(problem.partition('=')[0] for problem in problems)
   problems += _combinations(config, refused)
+  # An algorithm may ask a wrong environment.
+  problems = list(dict.fromkeys(problems))
   return problems or list(config_fields.unknown(config, _own_fields(config)))
 
 

@@ -11,17 +11,16 @@ project is 'module:function', or 'module:Class' for one with options.
 import dataclasses
 import functools
 import importlib
-import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import ml_collections
 import numpy as np
 
+import envs
 from envs import checks
 from gigpo_jax import batch
 from gigpo_jax import options as options_lib
-from gigpo_jax.runtime import errors
 
 # Metrics that no plug-in may overwrite: names, and beginnings of names.
 _TRAINER_METRICS = ('iteration', 'loss/total')
@@ -149,7 +148,8 @@ class Family:
           f'{", ".join(OUTPUTS)}'
         )
       module = importlib.import_module(type(plugin).__module__)
-      yield from module_conflicts(module, config, f'{self.field}={name}')
+      field = f'{self.field}={name}'
+      yield from envs.own_lines(module, 'conflicts', config, field)
 
   def find(self, name: str) -> Callable[..., Any]:
     """Returns what makes a plug-in from its options.
@@ -232,32 +232,6 @@ def check_metric_names(field: str, names: Iterable[str]) -> None:
         f'{field}: returned {name}, a metric of the trainer; must have another '
         'name, such as own/NAME'
       )
-
-
-def module_conflicts(
-  module: types.ModuleType, config: ml_collections.ConfigDict, field: str
-) -> Iterator[str]:
-  """Yields the lines of a module's `conflicts`, if it has one.
-
-  Args:
-    module: the module of an algorithm or a plug-in.
-    config: the experiment.
-    field: the config field that names the module, and its value.
-
-  Raises:
-    ValueError: in one line, if `conflicts` returns no lines.
-  """
-  if not hasattr(module, 'conflicts'):
-    return
-  with errors.show_traceback(field):
-    lines = module.conflicts(config)
-    is_iterable = isinstance(lines, Iterable) and not isinstance(lines, str)
-    lines = [*lines] if is_iterable else None
-  if lines is None:
-    raise ValueError(
-      f'{field}: conflicts returned no lines; must yield one per conflict'
-    )
-  yield from lines
 
 
 def metrics(plugin: Any, *args: Any) -> dict[str, float]:

@@ -74,7 +74,7 @@ class CheckedTasks:
   def _call(self, name: str, method: Callable, *args: Any) -> Any:
     call = f'{name}({", ".join(map(str, args))}) of split {self._split}'
     expected = 'must be a method of envs.base.TaskInfo'
-    with envs.explain_errors(self._env_name, call, expected):
+    with envs.explain_errors(f'env.name={self._env_name}', call, expected):
       result = method(*args)
       # Of `draw`, in whatever type.
       return [int(n) for n in result] if name == 'draw' else result

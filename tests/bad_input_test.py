@@ -145,6 +145,10 @@ FIELDS = (
   _field('checkpoint.every', 0, 'at least 1'),
   _field('checkpoint.keep', 0, 'at least 1'),
   _field('env.name', 'alfred', 'must be one of'),
+  Case(
+    (TINY, '--config.env.name=alfred', '--config.algorithm.name=igpo'),
+    ('must be one of',),
+  ),
   _field('env.name', 'toy.py', 'toy.py: a file, not a module; use toy and run'),
   _field('loss.name', 'toy.py:loss', 'a file, not a module; use toy and run'),
   _field('env.engine', 'unity', 'must be one of'),

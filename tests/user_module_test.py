@@ -153,11 +153,82 @@ def test_an_algorithm_is_a_class(tmp_path, monkeypatch):
     algorithms.make('instance')
 
 
-@pytest.mark.parametrize('result', ['a conflict', None])
-def test_conflicts_are_lines(result):
-  module = types.SimpleNamespace(conflicts=lambda config: result)
-  with pytest.raises(ValueError, match='^FIELD: conflicts returned no lines'):
-    list(plugins.module_conflicts(module, None, 'FIELD'))
+# Value of a function that must yield lines: start of the line about it.
+NO_LINES = {
+  "'not allowed'": 'returned no lines; it must yield a line for each problem',
+  'None': 'returned no lines; it must yield a line for each problem',
+  '[1, 2]': 'returned no lines; it must yield a line for each problem',
+  '1 / 0': 'raises ZeroDivisionError: division by zero (of_lines.py:2)',
+}
+LINES_OF = {
+  'check_options': ('env.name', lambda name, _: envs.check_options(name, {})),
+  'check_installation': (
+    'env.name',
+    lambda name, _: envs.check_installation(name, {}),
+  ),
+  'conflicts': ('env.name', lambda _, config: envs.conflicts(config)),
+  'conflicts of an algorithm': (
+    'algorithm.name',
+    lambda _, config: algorithms.conflicts(config),
+  ),
+}
+
+
+@pytest.mark.parametrize('call', LINES_OF)
+@pytest.mark.parametrize('value', NO_LINES)
+def test_a_function_without_lines_is_one_line(
+  tmp_path, monkeypatch, call, value
+):
+  function = call.partition(' ')[0]
+  (tmp_path / 'of_lines.py').write_text(
+    f'def {function}(given):\n  return {value}\n'
+    'def tasks(split): ...\nclass Env: ...\n'
+  )
+  monkeypatch.syspath_prepend(str(tmp_path))
+  monkeypatch.delitem(sys.modules, 'of_lines', raising=False)
+  config = base.get_config()
+  config.env.name = config.algorithm.name = 'of_lines'
+  field, lines = LINES_OF[call]
+  (line,) = lines('of_lines', config)
+  assert line.startswith(f'{field}=of_lines: {function} {NO_LINES[value]}')
+  sys.modules.pop('of_lines')
+
+
+def test_an_explained_error_of_conflicts_is_the_line():
+  def conflicts(config):
+    raise ValueError(f'rollout.groups={config}: too few')
+
+  module = types.SimpleNamespace(conflicts=conflicts)
+  lines = envs.own_lines(module, 'conflicts', 1, 'algorithm.name=mine')
+  assert [*lines] == ['rollout.groups=1: too few']
+
+
+@pytest.mark.parametrize(
+  ('code', 'expected'),
+  [
+    ('agents = lambda kwargs: kwargs.no', 'agents raises AttributeError: '),
+    ("agents = lambda kwargs: 'ab'", "agents returned 'ab'; it must return a "),
+    ('agents = lambda kwargs: 2', 'agents returned 2; it must return a tuple '),
+    ('uses_tools = lambda kwargs: 1 / 0', 'uses_tools raises ZeroDivisionErr'),
+    ('answer_start = lambda kwargs: 1 / 0', 'answer_start raises ZeroDivisio'),
+    ("ANCHORS = 'observation'", "ANCHORS='observation' is a text; must be a"),
+    ("CONTEXTS = 'history'", "CONTEXTS='history' is a text; must be a tuple"),
+  ],
+)
+def test_mistakes_of_an_environment_are_one_line(
+  tmp_path, monkeypatch, code, expected
+):
+  (tmp_path / 'mistaken.py').write_text(
+    f'{code}\ndef tasks(split): ...\nclass Env: ...\n'
+  )
+  monkeypatch.syspath_prepend(str(tmp_path))
+  monkeypatch.delitem(sys.modules, 'mistaken', raising=False)
+  with pytest.raises(ValueError, match='^env.name=mistaken: ') as error:
+    for call in (envs.agents, envs.uses_tools, envs.answer_start):
+      call('mistaken', {})
+  assert f'mistaken: {expected}' in str(error.value)
+  assert len(str(error.value).splitlines()) == 1
+  sys.modules.pop('mistaken')
 
 
 @pytest.mark.parametrize('family', [modulators.FAMILY, selectors.FAMILY])

@@ -282,8 +282,8 @@ def _module(name: str) -> types.ModuleType:
 def conflicts(config: ml_collections.ConfigDict) -> Iterator[str]:
   """Yields a line for each option that the config's algorithm rejects."""
   name = config.algorithm.name
-  yield from plugins.module_conflicts(
-    _module(name), config, f'algorithm.name={name}'
+  yield from envs.own_lines(
+    _module(name), 'conflicts', config, f'algorithm.name={name}'
   )
 
 
