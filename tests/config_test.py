@@ -1018,6 +1018,28 @@ def test_other_files_and_tasks_at_the_same_path_are_refused(tmp_path):
     run_config.check_resume(config, workdir, inputs=other)
 
 
+def test_the_same_model_may_have_another_path(tmp_path):
+  config, workdir = alfworld.get_config('tiny'), str(tmp_path)
+
+  def inputs(path, weights='1', text='2'):
+    config.model.path = path
+    start = f'model.path={path}: '
+    return {f'{start}files': weights, f'{start}tokenizer files': text}
+
+  run_config.save(config, workdir, inputs=inputs('start'))
+  (tmp_path / 'metrics.jsonl').write_text('{}\n')
+  for path in 'start/', '/models/start':
+    run_config.check_resume(config, workdir, inputs=inputs(path))
+  others = {}, inputs('other', weights='3'), inputs('other', text='3')
+  for other in others:
+    with pytest.raises(ValueError, match=r': model.path=other \(was start\);'):
+      run_config.check_resume(config, workdir, inputs=other)
+  # A run of an earlier release has no inputs.
+  run_config.save(config, workdir)
+  with pytest.raises(ValueError, match=r': model.path=start \(was other\);'):
+    run_config.check_resume(config, workdir, inputs=inputs('start'))
+
+
 def test_inputs_are_the_model_the_tasks_and_recorded_episodes(tmp_path):
   config = alfworld.get_config('smoke')
   config.model.path = str(WARM_START)

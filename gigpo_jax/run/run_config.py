@@ -16,6 +16,7 @@ from gigpo_jax.runtime import files
 _STORED = 'config.json'
 # Key of the inputs in the stored config.
 _INPUTS = 'inputs'
+_MODEL = 'model.path'
 # Value of a field that a config lacks.
 _MISSING = 'missing'
 # Fields that may differ between the processes of a run.
@@ -224,10 +225,15 @@ def check_resume(
     raise ValueError(
       f'--workdir={workdir}: its {name} cannot be read ({error}); {advice}'
     ) from error
+  may_differ = set(_MAY_DIFFER)
+  # The same files at another path, such as an absolute one.
+  model = _model_files(stored, old_inputs)
+  if model and model == _model_files(current, inputs or {}):
+    may_differ.add(_MODEL)
   changed = [
     _change(field, old, new)
     for field, (old, new) in differences(stored, current)
-    if field not in _MAY_DIFFER
+    if field not in may_differ
     # A longer run is the same experiment.
     and not (field == length and old is not _MISSING and new >= old)
     and not (old is _MISSING and _is_default(field, new))
@@ -244,6 +250,18 @@ def check_resume(
       f'--workdir={workdir}: holds a run of another config: '
       f'{", ".join(changed)}; {advice}'
     )
+
+
+def _model_files(
+  config: Mapping[str, Any], inputs: Mapping[str, str]
+) -> dict[str, str]:
+  """Returns the inputs that are files of the model, without its path."""
+  start = f'{_MODEL}={config_fields.flatten(config).get(_MODEL)}: '
+  return {
+    key.removeprefix(start): text
+    for key, text in inputs.items()
+    if key.startswith(start)
+  }
 
 
 def _change(field: str, old: object, new: object) -> str:
