@@ -152,8 +152,13 @@ def per_turn(name: str, value: Any, num_turns: int) -> list[float]:
   """
   try:
     rewards = np.asarray(value, float)
+    entries = np.asarray(value).flat
+    # NumPy reads numbers from texts.
+    is_usable = not any(isinstance(x, str | bytes | None) for x in entries)
   except (OverflowError, TypeError, ValueError):
-    rewards = np.full(2, np.nan).reshape(1, 2)
+    is_usable = False
+  if not is_usable:
+    rewards = np.full((1, 2), np.nan)
   if rewards.ndim == 0:
     rewards = np.append(np.zeros(num_turns - 1), rewards)
   if rewards.shape != (num_turns,):

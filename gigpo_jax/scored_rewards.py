@@ -37,6 +37,7 @@ from gigpo_jax.reward_functions import to_episode
 from gigpo_jax.runtime import errors
 
 FIELD = 'reward.scored'
+_RESUME = 'fix the function and rerun the command; it resumes'
 
 
 @dataclasses.dataclass(frozen=True)
@@ -169,7 +170,7 @@ def try_out(
   """
   for path in section.scored:
     function, count = rewards.make(path, {}, field=FIELD), len(episode.steps)
-    with _explain(path):
+    with _explain(path, advice='fix the function and rerun the same command'):
       running = function(to_episode(episode))
       texts = _first_value(running, count)
       made_up = [float('nan') if text is None else 0.5 for text in texts]
@@ -224,18 +225,15 @@ def _last_value(generator: Any, probabilities: list[float]) -> Any:
 
 
 @contextlib.contextmanager
-def _explain(path: str) -> Iterator[None]:
-  """Turns exceptions of a function into one line."""
+def _explain(path: str, *, advice: str = _RESUME) -> Iterator[None]:
+  """Turns exceptions of a function into one line that ends with advice."""
   try:
     yield
   except Exception as error:  # User code raises anything.
     is_own = isinstance(error, messages.UnusableReplyError)
     name = '' if is_own else f'{type(error).__name__}: '
     reason = ' '.join(f'{name}{error}'.split())[:300]
-    raise errors.RunError(
-      f'{FIELD}={path}: {reason}; fix the function and rerun the command; it '
-      'resumes'
-    ) from error
+    raise errors.RunError(f'{FIELD}={path}: {reason}; {advice}') from error
 
 
 def conflicts(config: ml_collections.ConfigDict) -> Iterator[str]:

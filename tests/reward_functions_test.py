@@ -1,6 +1,7 @@
 """Tests of reward functions and of the judge, with a scripted server."""
 
 import dataclasses
+import fractions
 import http.server
 import json
 import threading
@@ -11,7 +12,7 @@ import pytest
 
 from configs import alfworld
 from configs import base as base_config
-from envs import base, judge, rewards
+from envs import base, judge, messages, rewards
 from gigpo_jax import (
   algorithms,
   batch,
@@ -130,6 +131,26 @@ def test_functions_see_the_episode():
   # A limit of turns ends an episode in the state of its last observation.
   limited = dataclasses.replace(episode, steps=episode.steps[:1])
   assert reward_functions.to_episode(limited).final_state == 'a'
+
+
+@pytest.mark.parametrize('value', ['1.5', b'1', [1, '2'], None, {'a': 1}])
+def test_values_that_are_no_numbers_are_refused(value):
+  with pytest.raises(messages.UnusableReplyError, match='a number, or one per'):
+    rewards.per_turn('mine', value, 2)
+
+
+@pytest.mark.parametrize(
+  ('value', 'expected'),
+  [
+    (1, [0, 1]),
+    (True, [0, 1]),
+    (np.float32(0.5), [0, 0.5]),
+    (np.array([1, 2]), [1, 2]),
+    ((fractions.Fraction(1, 2), 2), [0.5, 2]),
+  ],
+)
+def test_numbers_of_any_type_are_rewards(value, expected):
+  assert rewards.per_turn('mine', value, 2) == expected
 
 
 def test_faults_are_failures_of_episodes():

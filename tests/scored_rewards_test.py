@@ -217,12 +217,16 @@ def test_equals_the_gains_of_igpo():
 def test_a_faulty_function_ends_the_run_with_one_line(name, reason):
   config = base_config.get_config()
   config.reward.scored = (f'my_scores:{name}',)
-  calls = (
-    lambda: _add(name, episodes=[_episode(0, 2)]),
-    lambda: scored_rewards.try_out(config.reward, _episode(0, 2)),
-  )
-  for call in calls:
-    with pytest.raises(errors.RunError, match=reason) as error:
+  calls = {
+    'and rerun the command; it resumes': lambda: _add(
+      name, episodes=[_episode(0, 2)]
+    ),
+    'fix the function and rerun the same command': lambda: (
+      scored_rewards.try_out(config.reward, _episode(0, 2))
+    ),
+  }
+  for advice, call in calls.items():
+    with pytest.raises(errors.RunError, match=f'{reason}.*{advice}$') as error:
       call()
     assert str(error.value).startswith(f'reward.scored=my_scores:{name}: ')
     assert '\n' not in str(error.value)
