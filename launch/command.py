@@ -317,6 +317,8 @@ def _call(
     lines.exit_with_error(str(error), distributed.exit_process)
   except errors.RunError as error:
     lines.exit_with_error(str(error), distributed.exit_process, status=1)
+  except errors.ClosedOutputError:
+    lines.exit_without_output(distributed.exit_process)
   except Exception:
     traceback.print_exc()
     distributed.exit_process(1)

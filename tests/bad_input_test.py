@@ -212,8 +212,18 @@ COMMANDS = (
   _flags(
     TINY,
     '--checkpoint={dir}/run/checkpoints/3',
-    expected=('checkpoints/3: does not exist',),
+    expected=('checkpoints/3: does not exist', 'run/checkpoints has none'),
     script='evaluate',
+  ),
+  _flags(
+    TINY,
+    '--checkpoint={dir}/earlier/checkpoints/3/',
+    expected=('checkpoints/3/: does not exist', '/checkpoints has 0, 12'),
+    script='evaluate',
+    prepare=lambda folder: [
+      (folder / 'earlier' / 'checkpoints' / name).mkdir(parents=True)
+      for name in ('12', '0', '3.damaged')
+    ],
   ),
   _flags(TINY, expected=('--model, --checkpoint: missing',), script='evaluate'),
   _flags(

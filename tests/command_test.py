@@ -71,8 +71,8 @@ def test_config_files_must_start_from_the_base(tmp_path, result, message):
     command._check_config_file([f'--config={file}'])
 
 
-def _errors_of(tmp_path: pathlib.Path, body: str) -> str:
-  """Returns what a command with this body, which succeeds, prints to stderr."""
+def _write_command(tmp_path: pathlib.Path, body: str) -> pathlib.Path:
+  """Writes a command with this body; returns its script."""
   script = tmp_path / 'script.py'
   script.write_text(
     'import logging, sys, types\n'
@@ -80,6 +80,12 @@ def _errors_of(tmp_path: pathlib.Path, body: str) -> str:
     f'def main(config, workdir):\n{textwrap.indent(body, "  ")}\n'
     'command.run(main)\n'
   )
+  return script
+
+
+def _errors_of(tmp_path: pathlib.Path, body: str) -> str:
+  """Returns what a command with this body, which succeeds, prints to stderr."""
+  script = _write_command(tmp_path, body)
   done = subprocess.run(
     [sys.executable, script, '--config=configs/alfworld.py:tiny'],
     capture_output=True,
@@ -114,6 +120,35 @@ def test_late_errors_of_a_failed_write_are_dropped(tmp_path):
     'Other()'
   )
   assert 'Event loop is closed' in _errors_of(tmp_path, other)
+
+
+@pytest.mark.parametrize(
+  ('body', 'status', 'error'),
+  [
+    ("console.log('b')", 128 + signal.SIGPIPE, ''),
+    ("raise BrokenPipeError(32, 'worker')", 1, 'BrokenPipeError: .* worker'),
+    ("try:\n  1 / 0\nfinally:\n  console.log('b')", 1, 'ZeroDivisionError: '),
+  ],
+)
+def test_a_closed_pipe_hides_no_other_error(tmp_path, body, status, error):
+  script = _write_command(
+    tmp_path,
+    f'from gigpo_jax.runtime import console\nsys.stdin.read()\n{body}',
+  )
+  with subprocess.Popen(
+    [sys.executable, script, '--config=configs/alfworld.py:tiny'],
+    stdin=subprocess.PIPE,
+    stdout=subprocess.PIPE,
+    stderr=subprocess.PIPE,
+    text=True,
+    cwd=PROJECT,
+    env=os.environ | {'PYTHONPATH': str(PROJECT)},
+  ) as process:
+    process.stdout.close()
+    process.stdin.close()
+    errors = process.stderr.read()
+  assert process.returncode == status
+  assert re.search(error, errors) if error else not errors
 
 
 @pytest.mark.parametrize(

@@ -37,7 +37,11 @@ def check(path: str, flag: str = 'checkpoint') -> None:
   folder, iteration = _locate(path)
   if iteration is not None:
     if not (folder / str(iteration)).is_dir():
-      raise ValueError(f'--{flag}={path}: does not exist; must be a checkpoint')
+      existing = ', '.join(map(str, files.numbered_folders(folder))) or 'none'
+      raise ValueError(
+        f'--{flag}={path}: does not exist; must be a checkpoint; {folder} has '
+        f'{existing}'
+      )
     if reason := checkpoint.find_damage(folder / str(iteration)):
       raise ValueError(f'--{flag}={path}: damaged ({reason}); choose another')
   elif not checkpoint.check_folder(folder):

@@ -5,13 +5,24 @@ from collections.abc import Callable, Iterable
 
 import tqdm
 
-from gigpo_jax.runtime import distributed
+from gigpo_jax.runtime import distributed, errors
 
 
 def log(line: str) -> None:
-  """Prints a line."""
-  if distributed.is_main_process():
+  """Prints a line.
+
+  Raises:
+    errors.ClosedOutputError: if nothing reads it, and no other error is being
+      handled.
+  """
+  if not distributed.is_main_process():
+    return
+  try:
     print(line, flush=True)
+  except BrokenPipeError as error:
+    if error.__context__ is not None:
+      raise
+    raise errors.ClosedOutputError(*error.args) from error
 
 
 def progress_bar(
