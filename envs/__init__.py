@@ -345,12 +345,9 @@ def make_expert(name: str, **kwargs: Any) -> base.Env:
     ValueError: in one line, if it cannot be created, or lacks `demonstrate` or
       `close`.
   """
-  try:
+  expected = 'it must take the options of env, and have demonstrate and close'
+  with explain_errors(f'env.name={name}', 'Env', expected):
     return _make(name, kwargs, ('demonstrate', 'close'))
-  except Exception as error:  # An environment may raise anything.
-    if _is_explained(error):
-      raise
-    raise ValueError(f'env.name={name}: {_describe(error, name)}') from error
 
 
 def _make(
