@@ -177,7 +177,8 @@ def from_trajectories(
     seed: for anchor='shuffled': seed of the run and iteration.
 
   Raises:
-    ValueError: if no episode holds a step, or no step reports a component.
+    ValueError: if no episode holds a step, no step reports a component, or a
+      row exceeds a limit.
   """
   complete = [
     (index, t) for index, t in enumerate(trajectories) if not t.failure
@@ -379,7 +380,16 @@ def pack(
 
   R is the number of pairs padded up to a power of two times `row_multiple`.
   All fields other than the tokens and lengths hold neutral values.
+
+  Raises:
+    ValueError: in one line, if a prompt or a completion is too long.
   """
+  for name, limit, sequences in (
+    ('max_prompt_tokens', max_prompt_tokens, prompts),
+    ('max_completion_tokens', max_completion_tokens, completions),
+  ):
+    if (longest := max(map(len, sequences), default=0)) > limit:
+      raise ValueError(f'{name}={limit}: a row has {longest}; must be no less')
   num_rows = row_multiple
   while num_rows < len(prompts):
     num_rows *= 2

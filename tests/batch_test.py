@@ -51,6 +51,14 @@ EPISODES = [
 SIZES = {'max_prompt_tokens': 3, 'max_completion_tokens': 2}
 
 
+@pytest.mark.parametrize('field', SIZES)
+def test_rows_that_exceed_a_limit_are_refused(field):
+  limit = SIZES[field] - 1
+  line = f'^{field}={limit}: a row has {limit + 1}; must be no less'
+  with pytest.raises(ValueError, match=line):
+    batch.from_trajectories(EPISODES, **SIZES | {field: limit})
+
+
 def test_rows_hold_the_steps():
   rows = batch.from_trajectories(EPISODES, **SIZES, row_multiple=3)
   # 4 steps of episodes that did not fail, padded from 3 to 6 rows.
