@@ -9,6 +9,9 @@ A request continues a conversation of its episode if it begins with the messages
 of that conversation and the policy's response, as the replies had them. Only
 its new messages are then tokenized. Any other request, such as one with a
 shortened history or of another agent, starts a conversation in the episode.
+
+A turn is a response that a client received. If a client leaves before, the same
+request, sent again, gets the response; any other call of the harness drops it.
 """
 
 import collections
@@ -25,7 +28,7 @@ import numpy as np
 
 from envs import base, messages
 from gigpo_jax import chat_completions, env_pool, trajectory
-from gigpo_jax.runtime import worker_process
+from gigpo_jax.runtime import console, worker_process
 
 # Python handles signals between waits.
 _POLL_SECS = 0.2
@@ -77,12 +80,30 @@ class Reward:
 
 @dataclasses.dataclass(eq=False)
 class _Call:
-  """A request or a reward that waits for its reply."""
+  """A request or a reward, and its reply.
+
+  Attributes:
+    request: what the harness sent.
+    is_connected: returns whether its client still waits.
+    conversation: the conversation of a request that the policy answers.
+    answer: the response to it; None before.
+    is_unread: whether its client left before the reply.
+    reply: the reply.
+  """
 
   request: chat_completions.ChatRequest | Reward
+  is_connected: Callable[[], bool] = lambda: True
+  conversation: _Conversation | None = None
+  answer: chat_completions.Answer | None = None
+  is_unread: bool = False
   reply: concurrent.futures.Future = dataclasses.field(
     default_factory=concurrent.futures.Future
   )
+
+  @property
+  def is_abandoned(self) -> bool:
+    """Whether its client left before the reply."""
+    return self.is_unread or not self.is_connected()
 
 
 @dataclasses.dataclass(eq=False)
@@ -96,10 +117,12 @@ class _Episode:
     deadline: time, by the pool's clock, at which it fails without another call.
     conversations: its conversations.
     waiting: calls to handle after the current request.
-    current: the request that the policy answers; None: the harness acts.
-    conversation: the conversation of the last request.
-    answer: the last response; None before the first.
-    turns: number of requests that the policy has received.
+    current: the request that the policy answers, or whose reply is unread;
+      None: the harness acts.
+    is_revised: whether the policy received a request after the last turn, which
+      was then dropped.
+    answer: the last response that a client received; None before the first.
+    turns: number of these responses.
     reward: reward of the last turn so far.
   """
 
@@ -112,10 +135,21 @@ class _Episode:
     default_factory=collections.deque
   )
   current: _Call | None = None
-  conversation: _Conversation | None = None
+  is_revised: bool = False
   answer: chat_completions.Answer | None = None
   turns: int = 0
   reward: float = 0.0
+
+  @property
+  def is_busy(self) -> bool:
+    """Whether calls wait for the reply to the current request."""
+    return self.current is not None and not self.current.is_unread
+
+  @property
+  def requests(self) -> list[_Call]:
+    """The calls for a completion that no client has received."""
+    calls = filter(None, (self.current, *self.waiting))
+    return [call for call in calls if not isinstance(call.request, Reward)]
 
 
 class EndpointPool:
@@ -133,6 +167,9 @@ class EndpointPool:
   Attributes:
     num_envs: number of episodes that run at the same time.
     failures: all failures so far.
+    repeated: number of requests that were sent again, because their client left
+      before the reply.
+    dropped: number of requests that were not sent again.
     restarts: 0; there are no workers.
     recycled: 0; there are no workers.
   """
@@ -150,6 +187,7 @@ class EndpointPool:
     self.num_envs = num_envs
     self.restarts = self.recycled = 0
     self.failures: list[env_pool.Failure] = []
+    self.repeated = self.dropped = 0
     self._decode = decode
     self._max_steps, self._has_tools = max_steps, has_tools
     self._step_timeout = step_timeout_secs
@@ -205,7 +243,10 @@ class EndpointPool:
       }
 
   def complete(
-    self, name: str, request: chat_completions.ChatRequest
+    self,
+    name: str,
+    request: chat_completions.ChatRequest,
+    is_connected: Callable[[], bool] = lambda: True,
   ) -> dict[str, Any]:
     """Returns the reply to a request, after the policy has answered it.
 
@@ -213,6 +254,8 @@ class EndpointPool:
       name: id of the episode.
       request: the request. Requests of an episode are answered in the order in
         which they arrive.
+      is_connected: returns whether the client still waits. If it does not, an
+        equal request gets the reply, or the request is dropped.
 
     Raises:
       RequestError: if the episode is over, or the request is invalid.
@@ -221,19 +264,23 @@ class EndpointPool:
       raise chat_completions.RequestError(
         'tools: the run has env.tools=False; must be omitted'
       )
-    call = _Call(request)
     with self._changed:
       episode = self._find(name)
-      queued = sum(not isinstance(c.request, Reward) for c in episode.waiting)
-      if episode.turns + queued >= self._max_steps:
-        raise chat_completions.RequestError(
-          f'env.max_steps={self._max_steps}: the episode has no turns left; '
-          'send its reward',
-          code='max_steps',
-        )
-      episode.waiting.append(call)
-      self._advance(episode)
-    return call.reply.result()
+      self._check_turns(episode)
+      abandoned = (c for c in episode.requests if c.is_abandoned)
+      call = next((c for c in abandoned if c.request == request), None)
+      if call:
+        call.is_connected, call.is_unread = is_connected, False
+        self.repeated += 1
+        self._report_departures()
+      else:
+        call = _Call(request, is_connected)
+        episode.waiting.append(call)
+        self._advance(episode)
+    reply = call.reply.result()
+    with self._changed:
+      self._deliver(episode, call)
+    return reply
 
   def reward(self, name: str, reward: Reward) -> None:
     """Adds a reward to the last turn of an episode; by default, ends it.
@@ -251,10 +298,6 @@ class EndpointPool:
     call = _Call(reward)
     with self._changed:
       episode = self._find(name)
-      if not episode.turns:
-        raise chat_completions.RequestError(
-          'the episode has no turn; send a chat completion first'
-        )
       episode.waiting.append(call)
       self._advance(episode)
     call.reply.result()
@@ -265,6 +308,16 @@ class EndpointPool:
         f'episode={name[:80]}: unknown, or over', 404, 'no_episode'
       )
     return self._named[name]
+
+  def _check_turns(self, episode: _Episode) -> None:
+    """Raises RequestError if another request would exceed the limit."""
+    pending = sum(not call.is_abandoned for call in episode.requests)
+    if episode.turns + pending >= self._max_steps:
+      raise chat_completions.RequestError(
+        f'env.max_steps={self._max_steps}: the episode has no turns left; '
+        'send its reward',
+        code='max_steps',
+      )
 
   # The rollout's side.
 
@@ -286,31 +339,27 @@ class EndpointPool:
       episode = self._running.get(env)
       if episode is None:  # It has failed; its failure is still queued.
         return
-      call, episode.current = episode.current, None
-      request, conversation = call.request, episode.conversation
+      call = episode.current
+      request = call.request
       # Each token by itself, which takes milliseconds.
       ids = turn.completion_ids
       single = np.split(ids, ids.size) if request.log_probs else []
       tokens = self._decode(single)
-      episode.answer = chat_completions.answer(
+      call.answer = chat_completions.answer(
         response, has_tools=bool(request.tools)
       )
-      conversation.messages = (*request.messages, episode.answer.message)
-      episode.deadline = self._clock.now() + self._step_timeout
+      turn_id = episode.name, episode.turns + 1
       call.reply.set_result(
-        chat_completions.reply(
-          request, episode.answer, turn, tokens, (episode.name, episode.turns)
-        )
+        chat_completions.reply(request, call.answer, turn, tokens, turn_id)
       )
-      self._advance(episode)
 
   def end(self, env: int) -> None:
     """Ends an episode; its request is refused."""
     with self._changed:
       self._close(
         self._running[env],
-        'the run ended the episode, at rollout.max_prompt_tokens or '
-        'rollout.horizon',
+        'the prompt exceeds rollout.max_prompt_tokens; the episode ends with '
+        'its rewards so far',
         'context_length_exceeded',
       )
 
@@ -357,8 +406,14 @@ class EndpointPool:
 
   def _advance(self, episode: _Episode) -> None:
     """Handles the calls of an episode until the policy has to answer."""
-    while episode.waiting and not episode.current:
+    while episode.waiting and not episode.is_busy:
       call = episode.waiting.popleft()
+      if not call.is_connected():
+        self._drop(call)
+        continue
+      if episode.current:
+        self._drop(episode.current)
+        episode.current, episode.is_revised = None, True
       try:
         if isinstance(call.request, Reward):
           self._add_reward(episode, call.request)
@@ -369,12 +424,50 @@ class EndpointPool:
         call.reply.set_exception(error)
     self._changed.notify_all()
 
+  def _deliver(self, episode: _Episode, call: _Call) -> None:
+    """Makes an answered request a turn if its client still waits."""
+    if call is not episode.current:  # Another thread of it was first.
+      return
+    episode.deadline = self._clock.now() + self._step_timeout
+    if call.is_connected():
+      if not call.conversation.messages:
+        episode.conversations.append(call.conversation)
+      call.conversation.messages = (*call.request.messages, call.answer.message)
+      episode.answer, episode.current = call.answer, None
+      episode.turns, episode.reward = episode.turns + 1, 0.0
+      episode.is_revised = False
+    else:
+      call.is_unread = True
+    self._advance(episode)
+
+  def _drop(self, call: _Call) -> None:
+    """Drops a request whose client has left."""
+    if not call.reply.done():
+      error = chat_completions.RequestError('the client has left')
+      call.reply.set_exception(error)
+    self.dropped += 1
+    self._report_departures()
+
+  def _report_departures(self) -> None:
+    """Prints a line for the first departure and each doubling of the count."""
+    total = self.repeated + self.dropped
+    if total & (total - 1) == 0:
+      console.log(
+        'requests whose client left before the completion: '
+        f'{self.repeated} sent again, {self.dropped} dropped; set a longer '
+        'timeout in the client'
+      )
+
   def _add_reward(self, episode: _Episode, reward: Reward) -> None:
     """Adds a reward to the last turn of an episode.
 
     Raises:
-      RequestError: if the turn's sum is too large.
+      RequestError: if there is no turn, or the turn's sum is too large.
     """
+    if not episode.turns:
+      raise chat_completions.RequestError(
+        'the episode has no turn; send a chat completion first'
+      )
     total, bound = episode.reward + reward.reward, messages.BOUNDS['reward']
     if not abs(total) <= bound:
       raise chat_completions.RequestError(
@@ -383,8 +476,7 @@ class EndpointPool:
       )
     episode.reward = total
     if reward.done:
-      result = self._result(episode, None, reward)
-      self._arrived.append((episode.env, result))
+      self._reply(episode, self._result(episode, None, reward))
       self._close(episode, 'the episode is over', 'no_episode')
     else:
       episode.deadline = self._clock.now() + self._step_timeout
@@ -404,13 +496,19 @@ class EndpointPool:
       conversation = _Conversation(name, request.tools)
     observation = _observe(request, conversation)
     _check(observation)
-    if not continued:
-      episode.conversations.append(conversation)
     reply = observation
     if episode.answer:
       reply = self._result(episode, observation, Reward(0.0, done=False))
-    episode.current, episode.conversation = call, conversation
-    episode.turns, episode.deadline = episode.turns + 1, math.inf
+    episode.current, call.conversation = call, conversation
+    episode.deadline = math.inf
+    self._reply(episode, reply)
+
+  def _reply(
+    self, episode: _Episode, reply: base.Observation | base.StepResult
+  ) -> None:
+    """Passes what follows the last turn to the rollout."""
+    if episode.is_revised:
+      reply = env_pool.Revision(reply)
     self._arrived.append((episode.env, reply))
 
   def _result(
@@ -420,11 +518,10 @@ class EndpointPool:
     reward: Reward,
   ) -> base.StepResult:
     """Returns the result of the last response."""
-    answer, total = episode.answer, episode.reward
-    episode.reward = 0.0
+    answer = episode.answer
     return base.StepResult(
       observation=observation,
-      reward=total,
+      reward=episode.reward,
       valid=not answer.problem,
       action=answer.message.text,
       success=reward.success and reward.done,
@@ -438,7 +535,10 @@ class EndpointPool:
     if episode in self._offered:
       self._offered.remove(episode)
     for call in filter(None, (episode.current, *episode.waiting)):
-      call.reply.set_exception(chat_completions.RequestError(reason, code=code))
+      if not call.reply.done():
+        error = chat_completions.RequestError(reason, code=code)
+        call.reply.set_exception(error)
+    episode.current = None
     episode.waiting.clear()
 
   def _fail(
@@ -457,7 +557,8 @@ class EndpointPool:
     now = self._clock.now()
     for episode in list(self._running.values()):
       if now > episode.deadline:
-        limit = self._step_timeout if episode.turns else self._reset_timeout
+        has_called = episode.turns or episode.current
+        limit = self._step_timeout if has_called else self._reset_timeout
         reason = f'the harness sent no call for {limit:g} s'
         failure = self._fail(episode, 'hung', reason)
         self._arrived.append((episode.env, failure))

@@ -18,7 +18,7 @@ import select
 import socket
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import flask
@@ -101,17 +101,15 @@ def application(
   def _take():
     # A browser needs permission to send JSON to another site.
     _body()
-    connection = flask.request.environ['werkzeug.socket']
-    episode = pool.take(
-      _TAKE_SECS, functools.partial(_is_connected, connection)
-    )
+    episode = pool.take(_TAKE_SECS, _client())
     return episode or flask.Response(status=204)
 
   @app.post('/v1/chat/completions')
   @app.post('/episodes/<name>/v1/chat/completions')
   def _complete(name: str = ''):
     name = name or flask.request.headers.get('X-Episode', '')
-    return pool.complete(name, chat_completions.parse_request(_body()))
+    request = chat_completions.parse_request(_body())
+    return pool.complete(name, request, _client())
 
   @app.post('/episodes/<name>/reward')
   def _reward(name: str):
@@ -213,6 +211,12 @@ class _Server(serving.ThreadedWSGIServer):
       super().process_request_thread(request, client_address)
     finally:
       self.connections.release()
+
+
+def _client() -> Callable[[], bool]:
+  """Returns a function of whether the client of the request has not left."""
+  connection = flask.request.environ['werkzeug.socket']
+  return functools.partial(_is_connected, connection)
 
 
 def _is_connected(connection: socket.socket) -> bool:

@@ -93,7 +93,20 @@ class Failure:
     return f'{self.cause}: {self.reason}' + (tail and f', after {tail!r}')
 
 
-Reply = base.Observation | base.StepResult | Failure
+@dataclasses.dataclass(frozen=True)
+class Revision:
+  """Another reply to a call that had one: the turn after it was dropped.
+
+  Only `endpoint.EndpointPool` sends it, without a pending turn.
+
+  Attributes:
+    reply: replaces the reply.
+  """
+
+  reply: base.Observation | base.StepResult
+
+
+Reply = base.Observation | base.StepResult | Failure | Revision
 
 
 class EnvPool:

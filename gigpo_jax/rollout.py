@@ -469,9 +469,7 @@ class _Rollout:
         observations[env] = observation
     return observations
 
-  def _record(
-    self, env: int, reply: base.Observation | base.StepResult | env_pool.Failure
-  ) -> base.Observation | None:
+  def _record(self, env: int, reply: env_pool.Reply) -> base.Observation | None:
     """Records a reply; returns the observation to respond to.
 
     It is None if the episode ends or pauses.
@@ -480,10 +478,15 @@ class _Rollout:
     if isinstance(reply, env_pool.Failure):
       episode.failure = str(reply)
       return None
+    if isinstance(reply, env_pool.Revision):
+      reply = reply.reply
+      if episode.steps:  # The current turn was dropped.
+        episode.turn = episode.steps.pop()
     if isinstance(reply, base.Observation):
       observation = episode.first_observation = reply
     else:
-      episode.steps.append(trajectory.Step(**vars(episode.turn), result=reply))
+      turn = vars(episode.turn) | {'result': reply}
+      episode.steps.append(trajectory.Step(**turn))
       observation = reply.observation
     if observation is None:
       return None

@@ -63,12 +63,25 @@ def _serve(
         yield pool, url
 
 
-def _run(text, harness, *, batch=GROUPS, limit=999, **options):
+class _SlowScript(tool_script.Script):
+  """Takes the seconds in `delays`, one a step, before it answers."""
+
+  def __init__(self, text):
+    super().__init__(text)
+    self.delays = []
+
+  def step(self):
+    if self.busy and self.delays:
+      time.sleep(self.delays.pop())
+    return super().step()
+
+
+def _run(text, harness, *, batch=GROUPS, limit=999, script=None, **options):
   """Plays a batch with a harness, a function of (client, episode, url)."""
 
   def play_all(url):
     while True:
-      reply = httpx.post(f'{url}/episodes', json={})
+      reply = httpx.post(f'{url}/episodes', json={}, timeout=60.0)
       if reply.status_code == 410:
         return
       if reply.status_code == 204:
@@ -85,9 +98,8 @@ def _run(text, harness, *, batch=GROUPS, limit=999, **options):
     _serve(text, **options) as (pool, url),
   ):
     players = [threads.submit(play_all, url) for _ in range(3)]
-    runner = rollout.EpisodeRunner(
-      pool, tool_script.Script(text), text, limit, 'end'
-    )
+    script = script or tool_script.Script(text)
+    runner = rollout.EpisodeRunner(pool, script, text, limit, 'end')
     (episodes,) = runner.run_batches({}, [batch])
     pool.close()
     for player in players:
@@ -231,6 +243,46 @@ def test_parallel_requests_are_turns_one_after_another(text):
   assert len(episode.steps) == 4 and episode.reward == 1.0
 
 
+def test_only_completions_that_a_client_received_are_turns(text, capsys):
+  """Timeouts, with and without the client's own retries."""
+  script, received = _SlowScript(text), []
+
+  def create(client, content, **options):
+    reply = client.with_options(**options).chat.completions.create(
+      model='policy', messages=[{'role': 'user', 'content': content}]
+    )
+    received.append((content, reply.choices[0].message.content))
+
+  def harness(client, episode, url):
+    del episode
+    # The first try leaves after 2 s; the second comes 0.4 to 0.5 s later.
+    script.delays = [3.0]
+    create(client, 'first', timeout=2.0, max_retries=1)
+    for content in ('left', 'left as well'):
+      script.delays = [0.8]
+      with pytest.raises(openai.APITimeoutError):
+        create(client, content, timeout=0.2)
+    create(client, 'second')
+    script.delays = [0.8]
+    with pytest.raises(openai.APITimeoutError):
+      create(client, 'left at the end', timeout=0.2)
+    _post_reward(url, reward=2.0, success=True).raise_for_status()
+
+  (episode,) = _run(
+    text, harness, batch=ONE_EPISODE, script=script, max_steps=3
+  )
+  assert [(s.observation, s.response) for s in episode.steps] == received
+  assert [content for content, _ in received] == ['first', 'second']
+  assert [s.result.reward for s in episode.steps] == [0.0, 2.0]
+  assert episode.success and not episode.failure
+  out = capsys.readouterr().out
+  first, *_, last = out.splitlines()
+  assert first.startswith(
+    'requests whose client left before the completion: 1 sent again, 0 dropped'
+  )
+  assert '1 sent again, 3 dropped; ' in last
+
+
 def test_bad_calls_cost_only_their_own_episode(text):
   errors = {}
 
@@ -265,11 +317,11 @@ def test_bad_calls_cost_only_their_own_episode(text):
   assert errors['over'].status_code == 404
 
 
-def _start_episode(pool, threads):
+def _start_episode(pool, threads, is_connected=lambda: True):
   """Starts an episode; returns its id and its first request, in a thread."""
   pool.reset(0, base.Task('train', 0))
   name = pool.take(9.0)['id']
-  call = threads.submit(pool.complete, name, HELLO)
+  call = threads.submit(pool.complete, name, HELLO, is_connected)
   assert pool.receive()
   return name, call
 
@@ -282,11 +334,87 @@ def _answer(pool, text, response='Hello.'):
   pool.step(0, response, turn)
 
 
+def _request(content):
+  return chat_completions.ChatRequest((base.Message('user', content),))
+
+
+def _wait_for_call(pool, name):
+  while not pool._named[name].waiting:
+    time.sleep(0.01)
+
+
+def test_an_equal_request_gets_the_reply_that_nobody_received(text):
+  with (
+    concurrent.futures.ThreadPoolExecutor(1) as threads,
+    _serve(text, max_steps=1) as (pool, _),
+  ):
+    clients = ['first']
+    name, first = _start_episode(pool, threads, lambda: bool(clients))
+    clients.clear()
+    _answer(pool, text)
+    reply = first.result(30)  # It is written to a closed connection.
+    assert pool.complete(name, HELLO) == reply
+    assert (pool.repeated, pool.dropped) == (1, 0)
+    with pytest.raises(ValueError, match='no turns left'):
+      pool.complete(name, HELLO)
+    pool.reward(name, endpoint.Reward(1.0))
+    ((_, result),) = pool.receive()
+    assert result.reward == 1.0
+
+
+def test_equal_requests_of_clients_that_wait_are_turns(text):
+  with (
+    concurrent.futures.ThreadPoolExecutor(2) as threads,
+    _serve(text) as (pool, _),
+  ):
+    name, first = _start_episode(pool, threads)
+    second = threads.submit(pool.complete, name, HELLO)
+    _wait_for_call(pool, name)
+    _answer(pool, text, 'One.')
+    assert first.result(30)['choices'][0]['message']['content'] == 'One.'
+    ((_, result),) = pool.receive()
+    assert result.action == 'One.'
+    _answer(pool, text, 'Two.')
+    assert second.result(30)['choices'][0]['message']['content'] == 'Two.'
+
+
+def test_a_request_that_waits_is_dropped_with_its_client(text):
+  with (
+    concurrent.futures.ThreadPoolExecutor(3) as threads,
+    _serve(text) as (pool, _),
+  ):
+    name, first = _start_episode(pool, threads)
+    gone = threads.submit(pool.complete, name, _request('gone'), lambda: False)
+    _wait_for_call(pool, name)
+    last = threads.submit(pool.complete, name, _request('last'))
+    _answer(pool, text)
+    first.result(30)
+    ((_, reply),) = pool.receive()
+    assert reply.observation.text == 'last'
+    assert 'has left' in str(gone.exception(30))
+    _answer(pool, text)
+    last.result(30)
+    assert (pool.repeated, pool.dropped) == (0, 1)
+
+
+def test_a_reward_needs_a_turn_that_a_client_received(text):
+  with (
+    concurrent.futures.ThreadPoolExecutor(1) as threads,
+    _serve(text) as (pool, _),
+  ):
+    clients = ['first']
+    name, call = _start_episode(pool, threads, lambda: bool(clients))
+    clients.clear()
+    _answer(pool, text)
+    call.result(30)
+    with pytest.raises(ValueError, match='has no turn'):
+      pool.reward(name, endpoint.Reward(1.0))
+
+
 def _send_reward(pool, name, threads, reward):
   """Sends a reward in a thread; returns once it waits."""
   call = threads.submit(pool.reward, name, reward)
-  while not pool._named[name].waiting:
-    time.sleep(0.01)
+  _wait_for_call(pool, name)
   return call
 
 
