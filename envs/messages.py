@@ -74,8 +74,7 @@ def encode(call_id: int, call: str, value: Any) -> bytes:
     UnusableReplyError: if the value has a wrong type or content, or is too
       large.
   """
-  if problem := _find_problem(call, value):
-    raise UnusableReplyError(problem)
+  check(call, value)
   try:
     plain = None
     if call == 'reset':
@@ -87,6 +86,20 @@ def encode(call_id: int, call: str, value: Any) -> bytes:
     raise
   except Exception as error:  # Methods of unusual classes may raise anything.
     raise UnusableReplyError(f'{type(error).__name__}: {error}') from error
+
+
+def check(call: str, value: Any) -> None:
+  """Checks the reply to a call, except for its size.
+
+  Args:
+    call: see `encode`.
+    value: see there.
+
+  Raises:
+    UnusableReplyError: if the value has a wrong type or content.
+  """
+  if problem := _find_problem(call, value):
+    raise UnusableReplyError(problem)
 
 
 def encode_error(call_id: int, status: str, reason: str) -> bytes:
@@ -186,8 +199,7 @@ def _value(call: str, plain: Any) -> base.Observation | base.StepResult | None:
     value = base.StepResult(**fields)
   else:
     return None
-  if problem := _find_problem(call, value):
-    raise UnusableReplyError(problem)
+  check(call, value)
   return value
 
 

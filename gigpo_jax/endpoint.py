@@ -583,8 +583,8 @@ def _observe(
 
 
 def _check(observation: base.Observation) -> None:
-  """Raises RequestError if an observation would be refused."""
+  """Raises RequestError if an observation is invalid."""
   try:
-    messages.encode(0, 'reset', observation)
+    messages.check('reset', observation)
   except messages.UnusableReplyError as error:
     raise chat_completions.RequestError(str(error)) from error

@@ -233,13 +233,21 @@ def _body() -> Any:
   """Returns the JSON of a request.
 
   Raises:
-    chat_completions.RequestError: if it is too deep.
-    exceptions.HTTPException: if it is too large or invalid.
+    chat_completions.RequestError: if it is too large or too deep.
+    exceptions.HTTPException: if it is invalid.
   """
   try:
     return flask.request.get_json()
   except RecursionError as error:
     raise chat_completions.RequestError('the JSON is too deep') from error
+  except exceptions.RequestEntityTooLarge as error:
+    limit = flask.current_app.config['MAX_CONTENT_LENGTH']
+    raise chat_completions.RequestError(
+      f'the request has more than {limit:,} bytes, the limit of '
+      '--max_request_mib',
+      413,
+      'too_large',
+    ) from error
 
 
 def _error_response(error: Exception) -> tuple[dict[str, Any], int]:

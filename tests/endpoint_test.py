@@ -485,6 +485,26 @@ def test_only_the_new_messages_of_a_request_are_limited(text):
     pool.reward(name, endpoint.Reward(1.0))
 
 
+def test_the_text_of_a_request_counts_once(text):
+  """A text within the limit of a request is at most too long for the policy."""
+  content = 'x' * (7 << 20)
+  errors = []
+
+  def harness(client, episode, url):
+    del episode, url
+    with pytest.raises(openai.BadRequestError) as caught:
+      _ask(client, [{'role': 'user', 'content': content}])
+    errors.append(caught.value.message)
+
+  (episode,) = _run(text, harness, batch=ONE_EPISODE)
+  (message,) = errors
+  problem = (
+    'a prompt of 7,340,032 characters; rollout.max_prompt_tokens=999 allows at '
+    'most 65,536'
+  )
+  assert problem in message and problem in episode.failure
+
+
 def test_an_abandoned_request_takes_no_episode(text):
   with _serve(text) as (pool, url):
     address = url.removeprefix('http://').split(':')
@@ -559,6 +579,10 @@ def test_requests_are_limited(text):
     # A web page may send text to another site without its permission.
     assert post(key | {'Content-Type': 'text/plain'}, content='{}') == 415
     assert post(key, json={'messages': 'x' * 6000}) == 413
+    reply = httpx.post(chat, headers=key, json={'messages': 'x' * 6000})
+    assert reply.json()['error']['message'] == (
+      'the request has more than 5,000 bytes, the limit of --max_request_mib'
+    )
     assert post(key, content=b'[' * 4000) == 415
     deep = key | {'Content-Type': 'application/json'}
     assert post(deep, content=b'[' * 4000) == 400
