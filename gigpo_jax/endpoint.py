@@ -32,6 +32,8 @@ from gigpo_jax.runtime import console, worker_process
 
 # Python handles signals between waits.
 _POLL_SECS = 0.2
+# A line reports each such time without a request or a final reward.
+_NOTICE_SECS = 60.0
 
 Decode = Callable[[Sequence[np.ndarray]], list[str]]
 
@@ -373,7 +375,8 @@ class EndpointPool:
   ) -> list[tuple[int, env_pool.Reply]]:
     """Returns what has arrived, after waiting for at least one.
 
-    An episode that no harness has taken waits without limit.
+    An episode that no harness has taken waits without limit. A line per minute
+    reports what a longer wait is for.
 
     Args:
       timeout_secs: longest time to wait; 0 does not wait; None waits until a
@@ -383,12 +386,16 @@ class EndpointPool:
       Pairs (environment, reply); empty only after the timeout.
     """
     deadline = math.inf if timeout_secs is None else timeout_secs
-    deadline += time.monotonic()
+    start = time.monotonic()
+    deadline, notice = deadline + start, start + _NOTICE_SECS
     with self._changed:
       self._fail_late()
       while not self._arrived and (left := deadline - time.monotonic()) > 0:
         self._changed.wait(min(left, _POLL_SECS))
         self._fail_late()
+        if time.monotonic() > notice:
+          notice += _NOTICE_SECS
+          self._report_wait()
       replies = list(self._arrived)
       self._arrived.clear()
     return replies
@@ -457,6 +464,15 @@ class EndpointPool:
         f'{self.repeated} sent again, {self.dropped} dropped; set a longer '
         'timeout in the client'
       )
+
+  def _report_wait(self) -> None:
+    """Prints for what the rollout waits."""
+    offered = len(self._offered)
+    waiting = sum(not episode.is_busy for episode in self._running.values())
+    console.log(
+      'the policy waits for a harness; episodes that none has taken: '
+      f'{offered}, without a next request: {waiting - offered}'
+    )
 
   def _add_reward(self, episode: _Episode, reward: Reward) -> None:
     """Adds a reward to the last turn of an episode.

@@ -485,6 +485,21 @@ def test_only_the_new_messages_of_a_request_are_limited(text):
     pool.reward(name, endpoint.Reward(1.0))
 
 
+def test_a_line_reports_that_a_harness_is_missing(text, monkeypatch, capsys):
+  monkeypatch.setattr(endpoint, '_NOTICE_SECS', 0.5)
+  with _serve(text) as (pool, _):
+    for env in range(3):
+      pool.reset(env, base.Task('train', env))
+    assert not pool.receive(0.1) and not capsys.readouterr().out
+    assert pool.take(9.0)
+    assert not pool.receive(1.4)
+  lines = capsys.readouterr().out.splitlines()
+  assert lines and set(lines) == {
+    'the policy waits for a harness; episodes that none has taken: 2, without '
+    'a next request: 1'
+  }
+
+
 def test_the_text_of_a_request_counts_once(text):
   """A text within the limit of a request is at most too long for the policy."""
   content = 'x' * (7 << 20)
