@@ -4,7 +4,8 @@
     POST /episodes/ID/v1/chat/completions   OpenAI's chat completions
     POST /v1/chat/completions               the same, with a header X-Episode
     POST /episodes/ID/reward                the reward, which ends the episode
-    GET  /v1/models                         the only model
+    GET  /v1/models                         the only model, in a list
+    GET  /v1/models/policy                  the only model
 
 A Flask application serves an `endpoint.EndpointPool`. Requests need a token if
 there is one, are JSON, and are limited in size and rate. Every error has the
@@ -37,6 +38,7 @@ _EXTRA_CONNECTIONS = 64
 
 # The name of the policy; requests may use any other.
 MODEL = 'policy'
+_MODEL_CARD = {'id': MODEL, 'object': 'model', 'created': 0, 'owned_by': MODEL}
 
 
 class RateLimit:
@@ -109,6 +111,11 @@ def application(
   def _complete(name: str = ''):
     name = name or flask.request.headers.get('X-Episode', '')
     request = chat_completions.parse_request(_body())
+    if not name:
+      raise chat_completions.RequestError(
+        'the header X-Episode is missing; must be the id of an episode, or use '
+        '/episodes/ID/v1/chat/completions'
+      )
     return pool.complete(name, request, _client())
 
   @app.post('/episodes/<name>/reward')
@@ -120,8 +127,13 @@ def application(
   @app.get('/episodes/<name>/v1/models')
   def _models(name: str = ''):
     del name
-    model = {'id': MODEL, 'object': 'model', 'created': 0, 'owned_by': MODEL}
-    return {'object': 'list', 'data': [model]}
+    return {'object': 'list', 'data': [_MODEL_CARD]}
+
+  @app.get(f'/v1/models/{MODEL}')
+  @app.get(f'/episodes/<name>/v1/models/{MODEL}')
+  def _model(name: str = ''):
+    del name
+    return _MODEL_CARD
 
   app.register_error_handler(Exception, _error_response)
   return app
@@ -155,6 +167,11 @@ def parse_reward(body: Any) -> endpoint.Reward:
         f'{name}: must be a number within +-{bound:,.0f}'
       )
     values[name] = float(value)
+  if not values['done'] and (values['success'] or values['score'] is not None):
+    raise chat_completions.RequestError(
+      'done=false: success and score belong to the whole episode; must be '
+      'omitted before its last reward'
+    )
   return endpoint.Reward(**values)
 
 
@@ -255,10 +272,25 @@ def _error_response(error: Exception) -> tuple[dict[str, Any], int]:
   if isinstance(error, chat_completions.RequestError):
     return _error(str(error), error.code), error.status
   if isinstance(error, exceptions.HTTPException):
-    code = error.code or 500
-    return _error(error.description or '', error.name), code
+    message, code = error.description or '', error.code or 500
+    if isinstance(error, (exceptions.NotFound, exceptions.MethodNotAllowed)):
+      request = flask.request
+      message = (
+        f'{request.method} {request.path[:80]!r}: unknown; must be one of '
+        f'{", ".join(_requests())}'
+      )
+    return _error(message, error.name), code
   flask.current_app.logger.error('a request failed', exc_info=error)
   return _error(f'{type(error).__name__}: {error}', 'internal'), 500
+
+
+def _requests() -> list[str]:
+  """Returns the methods and paths of the application."""
+  return sorted(
+    f'{method} {rule.rule}'.replace('<name>', 'ID')
+    for rule in flask.current_app.url_map.iter_rules()
+    for method in rule.methods - {'HEAD', 'OPTIONS'}
+  )
 
 
 def _error(message: str, code: str) -> dict[str, Any]:

@@ -575,6 +575,7 @@ def test_a_conversation_that_is_too_long_ends_its_episode(text):
     with pytest.raises(openai.BadRequestError) as caught:
       _ask(client, [*messages, {'role': 'user', 'content': 'long ' * 50}])
     assert caught.value.code == 'context_length_exceeded'
+    assert 'the prompt exceeds rollout.max_prompt_tokens;' in str(caught.value)
 
   (episode,) = _run(text, harness, batch=ONE_EPISODE, limit=100)
   assert len(episode.steps) == 1 and not episode.failure
@@ -603,11 +604,40 @@ def test_requests_are_limited(text):
     assert post(deep, content=b'[' * 4000) == 400
     assert post(key, json={}) == 400
     messages = [{'role': 'user', 'content': 'Hi.'}]
-    assert post(key, json={'messages': messages}) == 404
+    assert post(key, json={'messages': messages}) == 400  # Without X-Episode.
+    assert post(key | {'X-Episode': 'x'}, json={'messages': messages}) == 404
     assert httpx.get(f'{url}/v1/models', headers=key).json()['data']
     waiting = threading.Thread(target=pool.close)
     waiting.start()
     waiting.join()
+
+
+def test_unknown_requests_get_the_known_ones(text):
+  with (
+    _serve(text) as (_, url),
+    openai.OpenAI(
+      base_url=f'{url}/episodes/ID/v1', api_key='none', max_retries=0
+    ) as client,
+  ):
+    assert client.models.retrieve('policy').id == 'policy'
+    with pytest.raises(openai.NotFoundError, match='/v1/models/policy, '):
+      client.models.retrieve('other')
+    for create in (
+      lambda: client.responses.create(model='policy', input='Hi.'),
+      lambda: client.completions.create(model='policy', prompt='Hi.'),
+    ):
+      with pytest.raises(openai.NotFoundError) as caught:
+        create()
+      message = caught.value.body['message']
+      assert 'unknown; must be one of GET' in message
+      assert 'POST /episodes/ID/v1/chat/completions, ' in message
+      assert '\n' not in message
+    reply = httpx.get(f'{url}/v1/chat/completions')
+    assert reply.status_code == 405
+    assert 'POST /v1/chat/completions' in reply.json()['error']['message']
+    with client.with_options(base_url=f'{url}/v1') as unnamed:
+      with pytest.raises(openai.BadRequestError, match='X-Episode is missing'):
+        _ask(unnamed, [{'role': 'user', 'content': 'Hi.'}])
 
 
 def test_the_rate_of_requests_is_limited(text):
@@ -640,6 +670,8 @@ def test_the_rate_of_requests_is_limited(text):
     ({'reward': 1, 'success': 1}, 'success: must be true or false'),
     ({'reward': 1, 'score': 'x'}, 'score: must be a number'),
     ({'reward': 1, 'rewards': 2}, 'only'),
+    ({'reward': 1, 'success': True, 'done': False}, 'done=false: success and'),
+    ({'reward': 1, 'score': 0.5, 'done': False}, 'done=false: success and'),
     ([], 'JSON object'),
   ],
 )
