@@ -32,7 +32,7 @@ from gigpo_jax.runtime import console, worker_process
 
 # Python handles signals between waits.
 _POLL_SECS = 0.2
-# A line reports each such time without a request or a final reward.
+# Time without a request, a final reward or a failure until a line reports it.
 _NOTICE_SECS = 60.0
 
 Decode = Callable[[Sequence[np.ndarray]], list[str]]
@@ -121,10 +121,10 @@ class _Episode:
     waiting: calls to handle after the current request.
     current: the request that the policy answers, or whose reply is unread;
       None: the harness acts.
-    is_revised: whether the policy received a request after the last turn, which
-      was then dropped.
+    is_revised: whether a request after the last turn was dropped after the
+      policy had received it.
     answer: the last response that a client received; None before the first.
-    turns: number of these responses.
+    turns: count of these responses.
     reward: reward of the last turn so far.
   """
 
@@ -169,9 +169,9 @@ class EndpointPool:
   Attributes:
     num_envs: number of episodes that run at the same time.
     failures: all failures so far.
-    repeated: number of requests that were sent again, because their client left
+    repeated: count of requests that were sent again, because their client left
       before the reply.
-    dropped: number of requests that were not sent again.
+    dropped: count of requests whose client left and that were not sent again.
     restarts: 0; there are no workers.
     recycled: 0; there are no workers.
   """
@@ -433,7 +433,7 @@ class EndpointPool:
 
   def _deliver(self, episode: _Episode, call: _Call) -> None:
     """Makes an answered request a turn if its client still waits."""
-    if call is not episode.current:  # Another thread of it was first.
+    if call is not episode.current:  # Another thread of the call was first.
       return
     episode.deadline = self._clock.now() + self._step_timeout
     if call.is_connected():
