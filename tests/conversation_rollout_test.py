@@ -75,7 +75,7 @@ def test_every_prompt_begins_with_the_turn_before(text):
 def test_rows_train_on_sampled_tokens_only(text):
   episodes = _play(text)
   rows = batch.from_trajectories(
-    episodes, max_prompt_tokens=400, max_completion_tokens=90, row_multiple=4
+    episodes, max_prompt_tokens=999, max_completion_tokens=90, row_multiple=4
   )
   steps = [step for episode in episodes for step in episode.steps]
   for r, step in enumerate(steps):

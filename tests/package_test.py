@@ -75,7 +75,7 @@ def test_a_module_can_be_an_environment(tmp_path, monkeypatch):
 
 def test_a_module_can_be_an_algorithm_with_new_options(tmp_path, monkeypatch):
   _write_module(tmp_path, monkeypatch, 'outside_algorithm', ALGORITHM)
-  algorithm = algorithms.make('outside_algorithm', weight=2.0, norm='mean')
+  algorithm = algorithms.make('outside_algorithm', weight=2.0)
   assert algorithm.weight == 2.0
 
 
