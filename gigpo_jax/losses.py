@@ -538,6 +538,7 @@ def row_weights(
   Raises:
     ValueError: if the aggregation is unknown.
   """
+  options.check_choice('aggregation', aggregation, AGGREGATIONS)
   num_rows = max(np.count_nonzero(lengths), 1)
   if aggregation == 'token_mean':
     divisors = np.full(len(lengths), max(lengths.sum(), 1), np.float64)
@@ -545,13 +546,8 @@ def row_weights(
     divisors = np.maximum(lengths, 1).astype(np.float64) * num_rows
   elif aggregation == 'sequence_sum':
     divisors = np.full(len(lengths), num_rows, np.float64)
-  elif aggregation == 'fixed_length':
+  else:  # fixed_length
     divisors = np.full(len(lengths), max_length * num_rows, np.float64)
-  else:
-    raise ValueError(
-      f'aggregation={aggregation}: unknown; must be one of '
-      f'{", ".join(AGGREGATIONS)}'
-    )
   return np.where(lengths > 0, 1 / divisors, 0).astype(np.float32)
 
 

@@ -16,7 +16,7 @@ import jax
 import ml_collections
 import tqdm
 
-from gigpo_jax import algorithms, builders, models, sampler
+from gigpo_jax import algorithms, builders, models, options, sampler
 from gigpo_jax import config as config_lib
 from gigpo_jax import mesh as mesh_lib
 from gigpo_jax.models import (
@@ -190,10 +190,7 @@ def _model(config: ml_collections.ConfigDict, shape: str) -> qwen.QwenConfig:
     return huggingface.read_config(directory)
   size = config.get('variant', '').partition(',')[0]
   shape = shape or _SHAPES.get(size, size)
-  if shape not in published.SHAPES:
-    raise ValueError(
-      f'--shape={shape}: unknown; must be one of {", ".join(published.SHAPES)}'
-    )
+  options.check_choice('--shape', shape, tuple(published.SHAPES))
   return published.SHAPES[shape]
 
 
