@@ -18,9 +18,10 @@ from gigpo_jax import deprecated, options
 
 # Environments may report these, and always `state`: the anchor that best tells
 # their states apart. `similarity` merges similar observations, `turn` uses only
-# the turn's index, and `shuffled` permutes the observations of a group.
+# the turn's index, `group` nothing, and `shuffled` permutes the observations of
+# a group.
 REPORTED = ('observation', 'observation_and_actions')
-ANCHORS = (*REPORTED, 'state', 'similarity', 'turn', 'shuffled')
+ANCHORS = (*REPORTED, 'state', 'similarity', 'turn', 'group', 'shuffled')
 
 
 # Longer states are merged only if they are equal: a comparison of two of them
@@ -37,9 +38,10 @@ class Options:
 
   Attributes:
     anchor: observation (released code), observation_and_actions, state,
-      similarity, turn or shuffled. state is the anchor by which the environment
-      tells states apart best; shuffled permutes observations within a group, as
-      a control.
+      similarity, turn, group or shuffled. state is the anchor by which the
+      environment tells states apart best. The last two are controls: group
+      treats all states of a group as one, and shuffled permutes observations
+      within a group.
     similarity_threshold: lowest Ratcliff-Obershelp ratio of equal anchors, for
       similarity.
     anchor_history: number of earlier anchors that must also be equal.
@@ -130,7 +132,9 @@ def digests(texts: Sequence[str]) -> np.ndarray:
 
 
 def _anchor_text(state: str | None, turn: int, anchor: str) -> str | None:
-  return str(turn) if anchor == 'turn' and state is not None else state
+  if state is None:
+    return None
+  return {'turn': str(turn), 'group': ''}.get(anchor, state)
 
 
 def merge_similar(

@@ -248,6 +248,26 @@ def test_g2po_treats_equal_values_as_equal():
   )
 
 
+def test_g2po_with_one_state_credits_the_last_step():
+  # Two episodes of two steps, discount 0.5: the state has the value (2.5 + 5 +
+  # 0 + 0) / 4 = 1.875, which only last steps change, to 10 and to 0. Both terms
+  # of A_S normalize -1.5625, 6.5625, -1.5625 and -3.4375.
+  rows = batch.pack(
+    [np.array([1])] * 4,
+    [np.array([1])] * 4,
+    max_prompt_tokens=1,
+    max_completion_tokens=1,
+    row_multiple=4,
+  )
+  rows.groups[:], rows.anchors[:], rows.next_anchors[:] = 0, 0, 0
+  rows.episodes[:], rows.steps[:] = np.divmod(np.arange(4), 2)
+  rows.rewards[1], rows.success[1] = 10, True
+  actual = algorithms.make('g2po', discount=0.5).compute_advantages(rows)
+  np.testing.assert_allclose(
+    actual.advantages, [0.0070, 3.6477, -1.4072, -2.2474], atol=1e-3
+  )
+
+
 def test_gdpo_by_hand():
   # Four episodes of one step; rewards (1, 1, 0, 0) and (10, 0, 10, 0).
   rows = algorithm_rows.golden_rows()

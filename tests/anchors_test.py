@@ -32,6 +32,10 @@ def test_turn_ids():
   assert assign(anchor='turn') == [[0, 1, 2, -1], [0, 1, 2, 3], [4, 5, -1]]
 
 
+def test_all_states_of_a_group_are_one():
+  assert assign(anchor='group') == [[0, 0, 0, -1], [0, 0, 0, 0], [1, 1, -1]]
+
+
 def test_shuffled_states_are_permuted_within_their_group():
   episodes = [(0, [*'abcabc', 'x']), (1, [*'ddef', None]), (0, [*'aab', 'y'])]
   groups, states = zip(*episodes, strict=True)

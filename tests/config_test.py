@@ -790,6 +790,7 @@ def test_env_kwargs_match_the_environment():
     ('state', 'state'),
     ('shuffled', 'observation'),
     ('turn', 'observation'),
+    ('group', 'observation'),
   ):
     config.algorithm.anchor = name
     assert config_lib.env_kwargs(config)['anchor'] == anchor
@@ -852,7 +853,7 @@ def test_options_that_an_environment_lacks_are_refused():
   assert list(config_lib._environment_conflicts(config)) == [
     'algorithm.anchor=observation_and_actions: env.name=sokoban does not '
     'list the actions of a state; must be one of observation, state, '
-    'similarity, turn, shuffled'
+    'similarity, turn, group, shuffled'
   ]
   # The environment sets the order of its goals.
   config = webshop.get_config('tiny,reference_code')

@@ -25,7 +25,10 @@ best method elsewhere. The first runs of the former two could not separate
 methods: TextWorld starts at 87 %, and runs of one method ended between 0 and 44
 % on the lake. G2PO's control was added there after its results.
 GiGPO with the states of G2PO, a control of G2PO's gain, runs on ALFWorld, where
-this gain is.
+this gain is. With `algorithm.anchor=group`, all states of a group are one:
+GiGPO then compares each step with all steps of its group, and G2PO's step
+advantage is that of the last step. These controls run on ALFWorld and on the
+lake.
 
 A further control is GRPO at the KL of GiGPO, in the environments of
 MATCHED_RATES: with that learning rate, GRPO's updates move the policy as far
@@ -33,8 +36,8 @@ MATCHED_RATES: with that learning rate, GRPO's updates move the policy as far
 within 10 %, or farther. Run tuning.py or tuning_others.py, find the rate with
 `python -m gigpo_jax.tools.match_rate`, and add it.
 
-There are 540 runs. Estimated at four minutes for a run and one for its test,
-they take 22 hours on two cores. docs/results.md has those that have been run.
+There are 580 runs. Estimated at four minutes for a run and one for its test,
+they take 24 hours on two cores. docs/results.md has those that have been run.
 """
 
 # The word in the config's variant, and further fields.
@@ -55,6 +58,8 @@ METHODS = {
   'gigpo discount 1': ('', {'algorithm.discount': 1.0}),
   'g2po shuffled': (',g2po', {'algorithm.anchor': 'shuffled'}),
   'gigpo state anchors': ('', {'algorithm.anchor': 'state'}),
+  'gigpo one state': ('', {'algorithm.anchor': 'group'}),
+  'g2po one state': (',g2po', {'algorithm.anchor': 'group'}),
 }
 SEEDS = {
   'grpo': 10,
@@ -63,19 +68,25 @@ SEEDS = {
   'g2po': 10,
   'graphgpo': 10,
   'pgpo': 10,
+  'gigpo one state': 10,
+  'g2po one state': 10,
 }
 # Environment: learning rate of GRPO at GiGPO's KL, measured on tuning seeds.
 MATCHED_RATES = {'alfworld': 1.49e-4, 'sokoban': 8.76e-5}
 # The methods of environments that have not all of them.
 _FEW = ('grpo', 'gigpo', 'gigpo shuffled', 'g2po')
+_ONE_STATE = ('gigpo one state', 'g2po one state')
 _FULL = 'alfworld mini_full'
 LIMITED = {
   'textworld': _FEW,
-  'gymnasium': (*_FEW, 'g2po shuffled'),
+  'gymnasium': (*_FEW, 'g2po shuffled', *_ONE_STATE),
   _FULL: _FEW,
 }
-# The environments of a control that is for some of them.
-ONLY = {'gigpo state anchors': ('alfworld',)}
+# The environments of a control that runs in some of them.
+ONLY = {
+  'gigpo state anchors': ('alfworld',),
+  **dict.fromkeys(_ONE_STATE, ('alfworld', 'gymnasium')),
+}
 _TEST = {'evaluation.num_tasks': 512}
 ENVIRONMENTS = {
   'alfworld': _TEST,
