@@ -367,6 +367,10 @@ def test_official_set_is_filtered_and_sorted(official):
     for index in range(4):
       assert split.task_type(index) == split.world(index).goal.task_type
       assert split.world(index) == pddl.read_game(paths[index])
+    for index in (4, -1):
+      for read in (split.world, split.task_type, split.path):
+        with pytest.raises(IndexError, match=f'valid_seen/{index}: the split'):
+          read(index)
 
 
 def test_official_set_keeps_the_chosen_task_types(official):

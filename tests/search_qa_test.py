@@ -385,6 +385,35 @@ def test_damaged_files_are_errors_in_one_line(folder, name, records, message):
   assert str(folder) in str(error.value)
 
 
+def test_damaged_emojis_and_titles_are_read(folder):
+  half = json.loads(r'"\ud83d"')
+  _write(folder / 'corpus.jsonl', [{'title': half, 'text': f'fox {half}'}])
+  _write(
+    folder / 'train.jsonl',
+    [
+      {
+        'question': half,
+        'golden_answers': [half, 5],
+        'data_source': half,
+        'metadata': {'titles': 5},
+      }
+    ],
+  )
+  assert corpus.passages(folder).search('fox', 1) == [
+    corpus.Passage('?', 'fox ?')
+  ]
+  assert corpus.questions(folder, 'train') == (
+    corpus.Question('?', ('?', '5'), '?', ()),
+  )
+
+
+@pytest.mark.parametrize('name', ['corpus', 'train'])
+def test_lines_that_are_nested_too_deep_are_errors(folder, name):
+  (folder / f'{name}.jsonl').write_text('[' * 100_000)
+  with pytest.raises(ValueError, match=f'{name}.jsonl, line 1: not a JSON'):
+    envs.tasks('search_qa', 'train', data_dir=str(folder))
+
+
 @pytest.mark.parametrize(
   ('changes', 'message'),
   [

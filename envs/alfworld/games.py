@@ -113,6 +113,11 @@ def _check_counts(**counts: int | None) -> None:
       raise ValueError(f'env.generator.{name}={count}: must be at least 1')
 
 
+def _check_index(split: str, index: int, num_games: int) -> None:
+  if not 0 <= index < num_games:
+    raise IndexError(f'{split}/{index}: the split has {num_games} games')
+
+
 class Generated:
   """Games that are generated on demand."""
 
@@ -128,24 +133,17 @@ class Generated:
     """Returns the task type without generating the game."""
     names = ('seed', 'rooms', 'task_types')
     options = {name: self._options[name] for name in names}
-    return houses.task_type(self._split, self._check_index(index), **options)
+    _check_index(self._split, index, self._num_games)
+    return houses.task_type(self._split, index, **options)
 
   def world(self, index: int) -> world.World:
     """Generates and returns a game."""
-    return houses.generate(
-      self._split, self._check_index(index), **self._options
-    )
+    _check_index(self._split, index, self._num_games)
+    return houses.generate(self._split, index, **self._options)
 
   def path(self, index: int) -> None:
     """Returns None, because there is no file."""
-    self._check_index(index)
-
-  def _check_index(self, index: int) -> int:
-    if not 0 <= index < self._num_games:
-      raise IndexError(
-        f'{self._split}/{index}: the split has {self._num_games} games'
-      )
-    return index
+    _check_index(self._split, index, self._num_games)
 
 
 class Official:
@@ -171,6 +169,7 @@ class Official:
         games.append((path.with_name(_GAME), task_type))
     if expected_counts or not games:
       _check_count(split, data_dir, folder, len(games))
+    self._split = split
     self._games = [game for game in games if game[1] in task_types]
 
   def __len__(self) -> int:
@@ -178,7 +177,7 @@ class Official:
 
   def task_type(self, index: int) -> str:
     """Returns the task type of a game."""
-    return self._games[index][1]
+    return self._game(index)[1]
 
   def world(self, index: int) -> world.World:
     """Reads and returns a game.
@@ -186,11 +185,16 @@ class Official:
     Raises:
       ValueError: in one line with the file name, if the game is unreadable.
     """
-    return _read(self._games[index][0])
+    return _read(self._game(index)[0])
 
   def path(self, index: int) -> str:
     """Returns the path of the game file."""
-    return str(self._games[index][0])
+    return str(self._game(index)[0])
+
+  def _game(self, index: int) -> tuple[pathlib.Path, str]:
+    """Returns the path and the task type of a game."""
+    _check_index(self._split, index, len(self._games))
+    return self._games[index]
 
 
 @functools.lru_cache(maxsize=256)

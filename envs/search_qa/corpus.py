@@ -229,7 +229,7 @@ def _read_lines(path: pathlib.Path) -> Iterator[bytes]:
 def _parse_record(path: pathlib.Path, line_number: int, line: bytes) -> dict:
   try:
     record = json.loads(line)
-  except ValueError:
+  except (ValueError, RecursionError):  # The latter if it is nested too deep.
     record = None
   if not isinstance(record, dict):
     raise ValueError(
@@ -244,7 +244,7 @@ def _parse_passage(
 ) -> Passage:
   record = _parse_record(path, line_number, line)
   if isinstance(record.get('contents'), str):
-    title, _, text = record['contents'].partition('\n')
+    title, _, text = _encodable(record['contents']).partition('\n')
     return Passage(title.strip().strip('"'), text.strip())
   title, text = record.get('title'), record.get('text')
   if not isinstance(title, str) or not isinstance(text, str):
@@ -252,7 +252,12 @@ def _parse_passage(
       f'env.data_dir={path.parent}: {path.name}, line {line_number}: must have '
       'title and text, or contents'
     )
-  return Passage(title, text)
+  return Passage(_encodable(title), _encodable(text))
+
+
+def _encodable(text: str) -> str:
+  """Replaces lone surrogates, halves of damaged emojis, by question marks."""
+  return text.encode('utf-8', 'replace').decode()
 
 
 def _parse_question(
@@ -269,8 +274,8 @@ def _parse_question(
   metadata = record.get('metadata')
   titles = metadata.get('titles') if isinstance(metadata, dict) else None
   return Question(
-    text=text,
-    answers=tuple(map(str, answers)),
-    task_type=str(record.get('data_source', 'all')),
-    titles=tuple(titles or ()),
+    text=_encodable(text),
+    answers=tuple(_encodable(str(answer)) for answer in answers),
+    task_type=_encodable(str(record.get('data_source', 'all'))),
+    titles=tuple(map(str, titles)) if isinstance(titles, list) else (),
   )
