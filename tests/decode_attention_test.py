@@ -72,6 +72,8 @@ def _attend_by(kernel, *args, **kwargs) -> np.ndarray:
   [
     ('triton', {}),
     ('triton', {'heads': 2, 'size': 64}),
+    # More queries of a key/value head than the smallest product has.
+    ('triton', {'heads': 34, 'size': 16}),
     ('triton', {'dtype': 'bfloat16'}),
     ('triton', {'cache': 'int8'}),
     ('paged', {'dtype': 'bfloat16'}),

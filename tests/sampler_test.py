@@ -11,7 +11,7 @@ import reference
 from configs import alfworld
 from gigpo_jax import builders, sampler
 from gigpo_jax import mesh as mesh_lib
-from gigpo_jax.models import parameters, quantization, qwen
+from gigpo_jax.models import lora, parameters, quantization, qwen
 from gigpo_jax.programs import sampler_cache, sampler_programs
 from gigpo_jax.run import model_builders
 from gigpo_jax.tools import tpu_compile
@@ -501,6 +501,13 @@ def test_parameter_bytes():
   assert sampler.parameter_bytes(CONFIG, 'int8') == matrices + 4 * (
     others + scales
   )
+  # Merged adapters take no memory; one of rank 2 has 2 * (32 + 32) numbers.
+  adapters = lora.Lora(rank=2, targets=('q',))
+  config = dataclasses.replace(CONFIG, adapters=adapters)
+  for weights, added in (('model', 0), ('adapters', 2 * 2 * 64)):
+    assert sampler.parameter_bytes(config, weights) == 4 * (
+      matrices + others + added
+    )
 
 
 @pytest.mark.parametrize(
