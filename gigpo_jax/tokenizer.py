@@ -338,10 +338,13 @@ class Tokenizer:
       strings: the stop strings.
     """
     longest = max(len(string.encode()) for string in strings)
+    added = self._hf.added_tokens_decoder
+    special = [n for n, token in added.items() if token.special]
 
     def find(ids: np.ndarray, new: int) -> int | None:
-      # A token has at least one byte.
-      start = max(0, len(ids) - new - longest)
+      # A token has at least one byte, unless it is special.
+      earlier = np.flatnonzero(~np.isin(ids[: len(ids) - new], special))
+      start = earlier[-longest] if len(earlier) >= longest else 0
       (text,) = self.decode([ids[start:]])
       if not any(string in text for string in strings):
         return None

@@ -225,6 +225,22 @@ def test_a_response_ends_with_the_token_that_completes_a_stop_string(text, new):
       assert find(ids[:count], min(new, count)) == expected
 
 
+@pytest.mark.parametrize('new', [1, 4, 16])
+def test_special_tokens_do_not_hide_a_stop_string(text, new):
+  find = text.stop_finder(('</action>',))
+  (ids,) = text.encode(['<action>look</action> and'])
+  end = next(n for n in range(len(ids)) if find(ids[:n], n) is not None)
+  # Their text is not part of the response.
+  special = text.render(['look'])[0][:1].repeat(12)
+  ids = np.concatenate([ids[: end - 1], special, ids[end - 1 :]])
+  assert text.decode([ids]) == ['<action>look</action> and']
+  found, count = None, 0
+  while found is None and count < len(ids):
+    found = find(ids[: count + new], min(new, len(ids) - count))
+    count += new
+  assert found == end + 12
+
+
 def test_a_directory_without_tokenizer_is_refused(tmp_path):
   with pytest.raises(ValueError, match='no tokenizer_config.json; needs'):
     tokenizer.Tokenizer(str(tmp_path))
