@@ -35,6 +35,16 @@ def check_sizes(
     )
 
 
+def check_adapters(config: qwen.QwenConfig, weights: str) -> None:
+  """Raises ValueError, in one line, if agents' adapters would be merged."""
+  agents = config.adapters.agents if config.adapters else ()
+  if agents and weights != 'adapters':
+    raise ValueError(
+      f'rollout.weights={weights}: one matrix cannot hold the adapters of the '
+      f'agents {agents}; must be adapters'
+    )
+
+
 def check_counts(*, least: int, **counts: int) -> None:
   """Raises ValueError, in one line, for a count outside of [least, 2^31)."""
   for name, count in counts.items():

@@ -218,7 +218,9 @@ def test_packs_by_hand():
   assert 'agents' not in together.empty(together.shapes[0]).inputs()
 
 
-def _sampler(config: qwen.QwenConfig, **options) -> sampler.Sampler:
+def _sampler(
+  config: qwen.QwenConfig, weights='adapters', **options
+) -> sampler.Sampler:
   return sampler.Sampler(
     config,
     mesh_lib.make_mesh(1, 1, 1, devices=jax.devices()[:1]),
@@ -229,7 +231,7 @@ def _sampler(config: qwen.QwenConfig, **options) -> sampler.Sampler:
     stop_ids=(),
     vocab_size=48,
     decode_tokens=2,
-    weights='adapters',
+    weights=weights,
     truncates=False,
     **options,
   )
@@ -287,6 +289,12 @@ def test_samples_equal_those_of_models_with_one_adapter(reuse):
   rows.agents[: len(requests)] = [1 - r.agent for r in requests]
   others = subject.log_probs(subject.init(_params(CONFIG)).params, rows)
   assert np.abs(others - scored)[: len(requests)].max(axis=1).min() > 0.01
+
+
+@pytest.mark.parametrize('weights', ['model', 'int8'])
+def test_a_sampler_merges_no_adapters_of_agents(weights):
+  with pytest.raises(ValueError, match=f'weights={weights}: one matrix'):
+    _sampler(CONFIG, weights)
 
 
 def _observation(agent: str) -> base.Observation:
