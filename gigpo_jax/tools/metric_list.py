@@ -148,7 +148,9 @@ SECTIONS = (
   Section(
     'Advantages',
     'Advantages of rows (steps) and tokens. Metrics of anchor groups are '
-    'written for every algorithm, with the groups that GiGPO would form.',
+    'written for every algorithm, with the groups that GiGPO would form. An '
+    'algorithm without an episode and a step advantage (A_E and A_S) reports '
+    'those of GiGPO with `algorithm.norm`, `discount` and `invalid_penalty`.',
     ('advantage/',),
     (
       Metric(
@@ -310,9 +312,16 @@ SECTIONS = (
     'each update.',
     ('loss/',),
     (
-      Metric('total', '1', 'the loss'),
       Metric(
-        'policy', '1', 'clipped surrogate, without the entropy and KL terms'
+        'total',
+        '1',
+        'the loss of a token, without the weights of `loss.aggregation`',
+      ),
+      Metric(
+        'policy',
+        '1',
+        'surrogate, without the entropy and KL terms, or squared error '
+        '(`row_regression`)',
       ),
       Metric(
         'entropy', 'nats', "entropy of the policy's next-token distribution"
@@ -326,7 +335,8 @@ SECTIONS = (
       Metric(
         'kl',
         'nats',
-        'estimated KL to the reference policy; only with `loss.kl_weight`',
+        'estimated KL to the reference policy; only if the loss compares with '
+        'it',
       ),
     ),
   ),
@@ -358,7 +368,10 @@ SECTIONS = (
       Metric('mean', '1', 'mean ratio'),
       Metric('max', '1', 'largest ratio'),
       Metric(
-        'kl', 'nats', 'k3 estimate of the KL to the policy of the old log-probs'
+        'kl',
+        'nats',
+        'k3 estimate of the KL to the policy of the old log-probs, always from '
+        "the tokens' own ratios",
       ),
       Metric(
         'clipped_low',
@@ -456,10 +469,14 @@ SECTIONS = (
   ),
   Section(
     'Microbatches',
-    'How rows are packed for the update and for log-probs.',
+    'How rows are packed for the updates of the policy.',
     ('packs/',),
     (
-      Metric('tokens', 'tokens', 'tokens of all packed rows'),
+      Metric(
+        'tokens',
+        'tokens',
+        'computed tokens of all epochs; those that rows share count once',
+      ),
       Metric('padding', 'share', 'share of padding in all computed positions'),
       Metric(
         'shared_tokens',
@@ -471,7 +488,10 @@ SECTIONS = (
   Section(
     'Sampler and learner',
     'Differences between the log-probs that the sampler reports and those that '
-    'the learner computes for the same tokens before the update.',
+    'the learner computes for the same tokens before the update. Rows of '
+    'earlier policies do not count. If the log-probs of the sampler are used '
+    '(`loss.old_log_probs`), the rows are those of one microbatch, the longest '
+    'ones.',
     ('sampler/',),
     (
       Metric(
