@@ -541,7 +541,8 @@ def signal_metrics(
     inside = (sizes >= low) & (sizes <= high)
     share = np.sum(inside / sizes) / num_groups
     values[f'advantage/anchor_groups_of_{name}'] = share
-  if episode.std() > 0 and step.std() > 0:
+  # The std of equal float32 numbers may be above 0.
+  if np.ptp(episode) > 0 and np.ptp(step) > 0:
     values['advantage/correlation'] = np.corrcoef(episode, step)[0, 1]
   return {name: float(value) for name, value in values.items()}
 

@@ -623,3 +623,19 @@ def test_metrics_of_the_signal_by_hand():
   assert metrics == pytest.approx(
     {f'advantage/{name}': value for name, value in expected.items()}
   )
+
+
+def test_a_constant_advantage_has_no_correlation():
+  # The float32 std of seven times 0.7 is 6e-8, and their correlation NaN.
+  metrics = advantages.diagnose(
+    [0, 0, 0, 0, 0, 0, 0.7],
+    np.zeros(7, int),
+    np.zeros(7, int),
+    np.arange(7),
+    [0, 1, 0, 1, 0, 1, 2],
+    np.ones(7, bool),
+    norm='mean',
+    lone_episode='raw',
+  )
+  assert metrics['advantage/step_abs_mean'] > 0
+  assert 'advantage/correlation' not in metrics
