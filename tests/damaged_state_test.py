@@ -350,6 +350,20 @@ def test_a_kill_before_the_logs_are_trimmed_keeps_the_interval(workdir, capsys):
   assert not list(workdir.glob('*.bak*'))
 
 
+def test_iterations_of_a_damaged_checkpoint_are_repeated(workdir, capsys):
+  # The run has had rarer checkpoints than its config has now.
+  newest = 8
+  damaged = (workdir / NEWEST).rename(workdir / f'checkpoints/{newest}')
+  (damaged / 'manifest.json').unlink()
+  with (workdir / 'metrics.jsonl').open('a') as file:
+    for iteration in range(ITERATIONS, newest + 1):
+      file.write(f'{{"iteration": {iteration}}}\n')
+  assert _start(workdir) == ITERATIONS - 2
+  assert 'bak' not in capsys.readouterr().out
+  assert len(metrics.read(workdir)) == ITERATIONS - 1
+  assert not list(workdir.glob('*.bak*'))
+
+
 @pytest.mark.parametrize('is_resumed', [False, True])
 def test_a_resumed_run_stores_its_config_after_compilation(
   workdir, monkeypatch, is_resumed

@@ -509,7 +509,12 @@ def open_logs(parts: Parts, first_iteration: int) -> run_logs.RunLogs:
   is_main = distributed.is_main_process()
   # Without any checkpoint, a kill and the deletion of all of them look the
   # same: nothing may be dropped.
-  max_repeated = parts.max_repeated if first_iteration else 0
+  max_repeated = 0
+  if first_iteration:
+    # Newer checkpoints are damaged, and their iterations are repeated, too.
+    saved = files.numbered_folders(workdir / 'checkpoints')
+    num_damaged = max(saved, default=0) + 1 - first_iteration
+    max_repeated = parts.max_repeated + max(num_damaged, 0)
   writer = builders.make_writer(
     config, str(workdir), first_iteration, max_repeated
   )
