@@ -1,5 +1,6 @@
 """Parsing of flags: help, and errors of the user in one line."""
 
+import math
 import os
 import re
 import signal
@@ -49,6 +50,13 @@ def expand_home(argv: Sequence[str]) -> list[str]:
     )
     for argument in argv
   ]
+
+
+def refuse_nan(flag: str) -> None:
+  """Makes a flag with a number refuse NaN, which its bounds accept."""
+  flags.register_validator(
+    flag, lambda value: not math.isnan(value), 'must be a number'
+  )
 
 
 def show_help(argv: list[str], text: Callable[[], str]) -> None:

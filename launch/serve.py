@@ -19,7 +19,7 @@ def main() -> None:
 
   from absl import flags
 
-  from launch import command, train
+  from launch import command, lines, train
 
   host = flags.DEFINE_string(
     'host',
@@ -50,6 +50,7 @@ def main() -> None:
     'Highest rate of requests of all clients.',
     lower_bound=1.0,
   )
+  lines.refuse_nan(max_rate.name)
   train_run = train.make_train()
 
   def run(config, workdir: str) -> None:

@@ -31,6 +31,8 @@ def make_train() -> Callable[..., None]:
   """
   from absl import flags
 
+  from launch import lines
+
   allow_config_change = flags.DEFINE_bool(
     'allow_config_change',
     False,
@@ -44,6 +46,7 @@ def make_train() -> Callable[..., None]:
     lower_bound=0.0,
     upper_bound=86_400.0,
   )
+  lines.refuse_nan(grace_secs.name)
 
   def run(config, workdir: str, **options: Any) -> None:
     import pathlib

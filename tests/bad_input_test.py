@@ -195,6 +195,7 @@ COMMANDS = (
   ),
   _flags(TINY, '--grace_secs=soon', expected=('grace_secs',)),
   _flags(TINY, '--grace_secs=-1', expected=('grace_secs', 'range')),
+  _flags(TINY, '--grace_secs=nan', expected=('grace_secs=nan: must be a',)),
   _flags(TINY, '--workdir=gs://bucket/run', expected=('--workdir', 'folder')),
   _flags(TINY, '--workdir=', expected=('--workdir=: empty', 'folder')),
   _flags(
