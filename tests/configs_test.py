@@ -526,7 +526,12 @@ def test_options_that_have_no_effect_are_printed(capsys, monkeypatch):
   assert 'loss.kl_weight=0.3: my_losses:own does not use it' in printed
   assert 'num_iterations=2 ends before iteration 2' in printed
   assert 'entropy_weight' not in printed  # It is 0.
-  assert 'filter' not in printed
+  assert 'filter' not in printed and 'evaluation' not in printed
+  config.evaluation.update(every=0, inside_rollout=True)
+  run_builders.print_notes(config)
+  assert (
+    'evaluation.inside_rollout=True: evaluation.every=0 makes no evaluation'
+  ) in capsys.readouterr().out
   run_builders.print_notes(webshop.get_config('smoke,sampo'))
   assert (
     'filter.warmup_iterations=10: no group is dropped within num_iterations=2'

@@ -421,6 +421,11 @@ def print_notes(config: ml_collections.ConfigDict) -> None:
       f'filter.warmup_iterations={warmup}: no group is dropped within '
       f'num_iterations={end}'
     )
+  if config.evaluation.inside_rollout and not config.evaluation.every:
+    # Not refused, because configs of environments set it.
+    console.log(
+      'evaluation.inside_rollout=True: evaluation.every=0 makes no evaluation'
+    )
 
 
 def unused_options(
