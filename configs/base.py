@@ -569,7 +569,8 @@ def _sft_section() -> ml_collections.ConfigDict:
   # episodes_per_group episodes, then training on the successful ones. 0: none.
   sft.rounds = 0
   sft.rollouts = 1  # in a round
-  # Imitate only successful episodes of sft.data and of rounds.
+  # Imitate only successful episodes of sft.data and of rounds. dpo also uses
+  # the others.
   sft.only_successful = True
   sft.num_episodes = 2000
   sft.noise = 0.0  # probability of a random action per step

@@ -343,6 +343,15 @@ def test_invalid_value_is_refused_in_one_line(field, value, accepted):
       'algorithm.level_exponent=200.0: .* must be between -20 and 20',
     ),
     (
+      {
+        'sft.loss': 'dpo',
+        'sft.data': 'runs/a/episodes',
+        'sft.only_successful': False,
+      },
+      'sft.only_successful=False: has no effect; needs sft.loss to be '
+      'imitation, or must be True',
+    ),
+    (
       {'guard.max_fisher': 0.1},
       'guard.max_fisher=0.1: has no effect; needs filter.select to be set',
     ),

@@ -68,6 +68,11 @@ _DEPENDENT = {
     ('sft.beta', 'sft.segment_turns'),
     ('sft.loss', 'dpo', lambda loss: loss == 'dpo'),
   ),
+  'sft.only_successful': (
+    'sft.loss',
+    'imitation',
+    lambda loss: loss == 'imitation',
+  ),
   'guard.max_fisher': ('filter.select', 'set', bool),
   'sft.rollouts': ('sft.rounds', 'above 0', bool),
   'loss.tis_level': ('loss.tis_clip', 'set', bool),
