@@ -630,6 +630,14 @@ SFT = (
     script='evaluate',
     prepare=_write_run,
   ),
+  _flags(
+    TINY,
+    '--config.model.path={dir}/rounds',
+    expected=('a folder of a run; must be', 'rounds/round-10/policy'),
+    prepare=lambda folder: [
+      (folder / f'rounds/round-{n}/policy').mkdir(parents=True) for n in (2, 10)
+    ],
+  ),
   _unreadable_config('{'),
   _unreadable_config('[]'),
   _flags(

@@ -316,7 +316,12 @@ def test_export_of_selected_iterations(workdir, tmp_path):
 
 
 def test_summary_refuses_a_folder_without_a_run(tmp_path):
-  with pytest.raises(ValueError, match='holds no run'):
+  with pytest.raises(ValueError, match='holds no run; .* or episodes/$'):
+    viewer.summary(tmp_path)
+  # Of launch/evaluate.py.
+  (tmp_path / 'evaluation/0/episodes').mkdir(parents=True)
+  hint = f'did you mean --workdir={tmp_path}/evaluation/0'
+  with pytest.raises(ValueError, match=hint):
     viewer.summary(tmp_path)
 
 

@@ -72,7 +72,7 @@ def problems(
     )
     model = huggingface.read_config(directory, dtype=config.model.dtype)
   except ValueError as error:
-    if path and (policy := pathlib.Path(path, 'policy')).is_dir():
+    if path and (policy := _policy_in(pathlib.Path(path))):
       yield f'model.path={path}: a folder of a run; must be {policy}'
       return
     yield str(error)
@@ -89,6 +89,16 @@ def problems(
   if on_hub and fetch and not lines:
     lines += _invalid_files(config, model)
   yield from lines
+
+
+def _policy_in(folder: pathlib.Path) -> pathlib.Path | None:
+  """Returns the policy of a run, or of the last round of `sft.rounds`."""
+  rounds = sorted(
+    folder.glob('round-*/policy'),
+    key=lambda policy: (len(policy.parent.name), policy),
+  )
+  policies = [folder / 'policy', *reversed(rounds)]
+  return next((policy for policy in policies if policy.is_dir()), None)
 
 
 def _invalid_files(

@@ -68,8 +68,11 @@ def summary(workdir: str | pathlib.Path) -> dict[str, Any]:
   root = pathlib.Path(workdir)
   metric_lines, episode_sets = metrics.read(root), _episode_sets(root)
   if not metric_lines and not episode_sets:
+    kept = sorted(root.glob(f'evaluation/*/{episodes.FOLDER}'))
+    hint = f'; did you mean --workdir={kept[0].parent}?' if kept else ''
     raise ValueError(
       f'--workdir={workdir}: holds no run; must have metrics.jsonl or episodes/'
+      f'{hint}'
     )
   config = {}
   if (root / 'config.json').is_file():
