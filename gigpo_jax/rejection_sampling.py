@@ -53,8 +53,14 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> None:
     )
   config_lib.validate(config)
   sft.check_run(config, workdir, _STORED, _ROUNDS)
+  inputs = model_builders.describe_files(config)
   run_config.check_resume(
-    config, workdir, name=_STORED, length='sft.rounds', results=_ROUNDS
+    config,
+    workdir,
+    name=_STORED,
+    length='sft.rounds',
+    results=_ROUNDS,
+    inputs=inputs,
   )
   root = pathlib.Path(workdir)
   distributed.initialize()
@@ -62,7 +68,7 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> None:
     console.log(f'{workdir}: all {config.sft.rounds} rounds are complete')
   with distributed.lock(workdir), errors.explain_disk_errors(workdir):
     if distributed.is_main_process():
-      run_config.save(config, workdir, _STORED)
+      run_config.save(config, workdir, _STORED, inputs=inputs)
     for index in range(config.sft.rounds):
       folder = root / f'round-{index}'
       if not (folder / 'policy').is_dir():

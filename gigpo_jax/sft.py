@@ -128,18 +128,20 @@ def warm_start(config: ml_collections.ConfigDict, workdir: str) -> None:
   )
   episode_set = open_episodes(config) if config.sft.data else None
   check_run(config, workdir, _STORED)
+  inputs = {} if scratch else model_builders.describe_files(config)
   run_config.check_resume(
     config,
     workdir,
     name=_STORED,
     length='',
     results=['policy'],
+    inputs=inputs,
   )
   distributed.initialize()
   with distributed.lock(workdir), errors.explain_disk_errors(workdir):
     shown = episode_set or demonstrations(config)
     if distributed.is_main_process():
-      run_config.save(config, workdir, _STORED)
+      run_config.save(config, workdir, _STORED, inputs=inputs)
     _warm_start(config, workdir, shown)
 
 

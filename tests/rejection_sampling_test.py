@@ -2,9 +2,11 @@
 
 import contextlib
 import pathlib
+import shutil
 import types
 
 import preloaded
+import programs
 import pytest
 import small_runs
 
@@ -50,6 +52,20 @@ def test_each_round_starts_from_the_policy_before(tmp_path, calls):
   ]
   rates = [x['train/success_rate'] for x in small_runs.read_lines(tmp_path)]
   assert rates == [0.0, 0.25]
+
+
+def test_rounds_resume_with_another_path_of_the_model(tmp_path, calls):
+  config, moved, workdir = _config(rounds=1), tmp_path / 'moved', tmp_path / 'a'
+  shutil.copytree(programs.PROJECT / config.model.path, moved)
+  rejection_sampling.run(config, str(workdir))
+  config = _config(rounds=2)
+  config.model.path = str(moved)
+  rejection_sampling.run(config, str(workdir))
+  assert [call[0] for call in calls] == ['sample', 'train'] * 2
+  (moved / 'config.json').write_text('{}')
+  config.model.path = str(moved)
+  with pytest.raises(ValueError, match=f'model.path={moved}: files=.* .was'):
+    rejection_sampling.run(config, str(workdir))
 
 
 def test_each_rollout_has_its_own_tasks_and_random_numbers(

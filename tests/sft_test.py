@@ -3,9 +3,11 @@
 import contextlib
 import json
 import math
+import shutil
 import types
 
 import numpy as np
+import programs
 import pytest
 
 import envs
@@ -46,6 +48,23 @@ def test_same_config_gives_same_policy(tmp_path):
   other.sft.noise = 0.5
   with pytest.raises(ValueError, match=r'another config: sft.noise=0.5 .was'):
     sft.warm_start(other, str(tmp_path / 'a'))
+
+
+def test_a_policy_may_have_started_from_another_path(tmp_path, monkeypatch):
+  config, workdir, moved = _config(), tmp_path / 'a', tmp_path / 'moved'
+  config.sft.init = ''
+  config.model.path = 'configs/warm_starts/alfworld_tiny'
+  shutil.copytree(programs.PROJECT / config.model.path, moved)
+  monkeypatch.setattr(sft, 'demonstrations', lambda _: [])
+  monkeypatch.setattr(sft, '_warm_start', lambda *_: None)
+  sft.warm_start(config, str(workdir))
+  (workdir / 'policy').mkdir()
+  config.model.path = str(moved)
+  sft.warm_start(config, str(workdir))
+  path = moved / 'tokenizer_config.json'
+  path.write_text(path.read_text() + ' ')
+  with pytest.raises(ValueError, match=f'{moved}: tokenizer files=.* .was'):
+    sft.warm_start(config, str(workdir))
 
 
 @pytest.mark.parametrize('decay', [True, False])
