@@ -225,11 +225,15 @@ QUESTIONS = {
     law.BASELINE,
   ),
   'Are real anchors better than shuffled ones?': (GIGPO, 'gigpo shuffled'),
+  'Is one state enough?': ('gigpo one state', law.BASELINE),
+  'Are real states better than one?': (GIGPO, 'gigpo one state'),
   'Does the discount matter?': (GIGPO, 'gigpo discount 1'),
   'Does the episode advantage matter?': (GIGPO, 'gigpo steps only'),
   'Are larger updates the reason?': (GIGPO, 'grpo at matched kl'),
   'Does comparing successive states help more?': ('g2po', GIGPO),
   'Does it need real states?': ('g2po', 'g2po shuffled'),
+  'Is credit of the last step enough?': ('g2po one state', law.BASELINE),
+  'Does it need more than the last step?': ('g2po', 'g2po one state'),
   'Do its states help GiGPO?': ('gigpo state anchors', GIGPO),
   'Do values help with equal states?': ('g2po', 'gigpo state anchors'),
 }
@@ -318,6 +322,8 @@ AVERAGED = (
   (GIGPO, law.BASELINE),
   ('gigpo shuffled', law.BASELINE),
   (GIGPO, 'gigpo shuffled'),
+  ('gigpo one state', law.BASELINE),
+  (GIGPO, 'gigpo one state'),
   *(
     (name, law.BASELINE)
     for name in ('g2po', 'graphgpo', 'pgpo', 'hgpo', 'gagpo', 'ecpo')
