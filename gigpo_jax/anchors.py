@@ -132,9 +132,9 @@ def digests(texts: Sequence[str]) -> np.ndarray:
 
 
 def _anchor_text(state: str | None, turn: int, anchor: str) -> str | None:
-  if state is None:
-    return None
-  return {'turn': str(turn), 'group': ''}.get(anchor, state)
+  if state is None or anchor not in ('turn', 'group'):
+    return state
+  return str(turn) if anchor == 'turn' else ''
 
 
 def merge_similar(

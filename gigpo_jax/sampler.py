@@ -130,7 +130,8 @@ class Sampler:
   ):
     checks.check_sizes(config, prompt_buckets, batch_buckets, vocab_size)
     options.check_choice('rollout.weights', weights, WEIGHTS)
-    checks.check_adapters(config, weights)
+    agents = config.adapters.agents if config.adapters else ()
+    checks.check_adapters(agents, weights)
     options.check_choice('rollout.reuse_cache', reuse, REUSE)
     checks.check_counts(
       least=0, seed=seed, prefill_chunk=prefill_chunk, parked=parked

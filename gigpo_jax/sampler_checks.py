@@ -35,13 +35,12 @@ def check_sizes(
     )
 
 
-def check_adapters(config: qwen.QwenConfig, weights: str) -> None:
+def check_adapters(agents: Sequence[str], weights: str) -> None:
   """Raises ValueError, in one line, if agents' adapters would be merged."""
-  agents = config.adapters.agents if config.adapters else ()
   if agents and weights != 'adapters':
     raise ValueError(
-      f'rollout.weights={weights}: one matrix cannot hold the adapters of the '
-      f'agents {agents}; must be adapters'
+      f'rollout.weights={weights}: one matrix cannot hold the adapters of '
+      f'lora.agents={agents}; must be adapters'
     )
 
 

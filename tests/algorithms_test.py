@@ -222,16 +222,21 @@ def test_graph_without_success_gives_zero_advantages():
   np.testing.assert_array_equal(output.advantages, 0)
 
 
+def _single_tokens(count: int) -> batch.Rows:
+  """Returns rows with a prompt and a completion of one token each."""
+  return batch.pack(
+    [np.array([1])] * count,
+    [np.array([2])] * count,
+    max_prompt_tokens=1,
+    max_completion_tokens=1,
+    row_multiple=count,
+  )
+
+
 def test_g2po_treats_equal_values_as_equal():
   # All seven episodes succeed in three steps: one through state 1, six through
   # state 2. Both states have the same value.
-  rows = batch.pack(
-    [np.array([1])] * 21,
-    [np.array([1])] * 21,
-    max_prompt_tokens=1,
-    max_completion_tokens=1,
-    row_multiple=21,
-  )
+  rows = _single_tokens(21)
   rows.groups[:] = 0
   rows.episodes[:], rows.steps[:] = np.divmod(np.arange(21), 3)
   middle = np.where(rows.episodes == 0, 1, 2)
@@ -252,13 +257,7 @@ def test_g2po_with_one_state_credits_the_last_step():
   # Two episodes of two steps, discount 0.5: the state has the value (2.5 + 5 +
   # 0 + 0) / 4 = 1.875, which only last steps change, to 10 and to 0. Both terms
   # of A_S normalize -1.5625, 6.5625, -1.5625 and -3.4375.
-  rows = batch.pack(
-    [np.array([1])] * 4,
-    [np.array([1])] * 4,
-    max_prompt_tokens=1,
-    max_completion_tokens=1,
-    row_multiple=4,
-  )
+  rows = _single_tokens(4)
   rows.groups[:], rows.anchors[:], rows.next_anchors[:] = 0, 0, 0
   rows.episodes[:], rows.steps[:] = np.divmod(np.arange(4), 2)
   rows.rewards[1], rows.success[1] = 10, True
@@ -353,13 +352,7 @@ def test_sets_of_distinct_episodes_by_hand():
 def test_information_gain_by_hand():
   # Probabilities .1, .4, .3 and .8 before the four turns: gains .3, -.1, .5,
   # with mean .2333 and deviation .3055. One return has no z-score.
-  rows = batch.pack(
-    [np.array([1])] * 4,
-    [np.array([2])] * 4,
-    max_prompt_tokens=1,
-    max_completion_tokens=1,
-    row_multiple=4,
-  )
+  rows = _single_tokens(4)
   rows.groups[:], rows.episodes[:], rows.steps[:] = 0, 0, range(4)
   rows.state_values[:] = [0.1, 0.4, 0.3, 0.8]
   algorithm = algorithms.make('igpo', discount=0.5, components=())
@@ -390,13 +383,7 @@ def test_information_gain_by_hand():
 
 def test_the_best_value_by_hand():
   # Returns 1, 0, 0, 0: V* = 0.5 log((e^2 + 3) / 4) = 0.4772.
-  rows = batch.pack(
-    [np.array([1])] * 4,
-    [np.array([2])] * 4,
-    max_prompt_tokens=1,
-    max_completion_tokens=1,
-    row_multiple=4,
-  )
+  rows = _single_tokens(4)
   rows.groups[:], rows.episodes[:], rows.rewards[0] = 0, range(4), 1
   output = algorithms.make('a_star_po').compute_advantages(rows)
   expected = [1 - 0.4772, -0.4772, -0.4772, -0.4772]

@@ -234,11 +234,11 @@ def test_special_tokens_do_not_hide_a_stop_string(text, new):
   special = text.render(['look'])[0][:1].repeat(12)
   ids = np.concatenate([ids[: end - 1], special, ids[end - 1 :]])
   assert text.decode([ids]) == ['<action>look</action> and']
-  found, count = None, 0
-  while found is None and count < len(ids):
-    found = find(ids[: count + new], min(new, len(ids) - count))
+  length, count = None, 0
+  while length is None and count < len(ids):
+    length = find(ids[: count + new], min(new, len(ids) - count))
     count += new
-  assert found == end + 12
+  assert length == end + 12
 
 
 def test_a_directory_without_tokenizer_is_refused(tmp_path):

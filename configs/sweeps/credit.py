@@ -75,18 +75,18 @@ SEEDS = {
 }
 # Environment: learning rate of GRPO at GiGPO's KL, measured on tuning seeds.
 MATCHED_RATES = {'alfworld': 1.49e-4, 'sokoban': 8.76e-5}
-# The methods of environments that have not all of them.
-_FEW = ('grpo', 'gigpo', 'gigpo shuffled', 'g2po')
 _FULL = 'alfworld mini_full'
-LIMITED = {
-  'textworld': _FEW,
-  'gymnasium': (*_FEW, 'g2po shuffled', 'gigpo one state', 'g2po one state'),
-  _FULL: _FEW,
-}
-# The environments of a control that runs in some of them.
-ONLY = {
+_MANY = ('alfworld', 'webshop', 'keydoor', 'sokoban')
+_ALL = (*_MANY, 'textworld', 'gymnasium', _FULL)
+# The environments of a method; those that are not listed run in _MANY.
+RUNS_IN = {
+  'grpo': _ALL,
+  'gigpo': _ALL,
+  'gigpo shuffled': _ALL,
+  'g2po': _ALL,
+  'g2po shuffled': (*_MANY, 'gymnasium'),
   'gigpo state anchors': ('alfworld',),
-  'gigpo one state': ('alfworld', 'webshop', 'keydoor', 'sokoban', 'gymnasium'),
+  'gigpo one state': (*_MANY, 'gymnasium'),
   'g2po one state': ('alfworld', 'gymnasium'),
 }
 _TEST = {'evaluation.num_tasks': 512}
@@ -123,8 +123,7 @@ RUNS = [
   for env, test in ENVIRONMENTS.items()
   for name, (word, overrides) in METHODS.items()
   if seed < SEEDS.get((env, name), SEEDS.get(name, 5))
-  and name in LIMITED.get(env, METHODS)
-  and env in ONLY.get(name, ENVIRONMENTS)
+  and env in RUNS_IN.get(name, _MANY)
 ]
 RUNS += [
   {

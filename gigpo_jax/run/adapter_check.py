@@ -5,6 +5,7 @@ from collections.abc import Iterator, Set
 import ml_collections
 
 import envs
+from gigpo_jax import sampler_checks
 
 
 def of_sampler(config: ml_collections.ConfigDict) -> Iterator[str]:
@@ -30,11 +31,10 @@ def of_agents(
   agents, weights = tuple(config.lora.agents), config.rollout.weights
   if not agents or 'lora.agents' in refused:
     return
-  if weights != 'adapters':
-    yield (
-      f'rollout.weights={weights}: one matrix cannot hold the adapters of '
-      f'lora.agents={agents}; must be adapters'
-    )
+  try:
+    sampler_checks.check_adapters(agents, weights)
+  except ValueError as error:
+    yield str(error)
   if config.teacher.mu_peak and config.teacher.loss != 'distillation':
     yield (
       f'teacher.mu_peak={config.teacher.mu_peak}: the rows of the teacher name '
