@@ -150,7 +150,10 @@ def make_methods(config, has_critic: bool) -> Iterator[tuple[str, tuple]]:
     'gigpo, episode_weight=0': {'episode_weight': 0.0},
     'gigpo, discount=1': {'discount': 1.0},
     'gigpo, anchor=shuffled': {'anchor': 'shuffled'},
+    'gigpo, anchor=group': {'anchor': 'group'},
     'gigpo, anchor=state': {'anchor': 'state'},
+    'g2po, anchor=shuffled': {'anchor': 'shuffled'},
+    'g2po, anchor=group': {'anchor': 'group'},
   }
   for label in (*algorithms.REGISTRY, *controls):
     changed = config.copy_and_resolve_references()

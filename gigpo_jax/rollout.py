@@ -38,7 +38,8 @@ from gigpo_jax.runtime import console, distributed
 # First component of a request's random stream: the purpose of the tokens.
 TRAIN, EVALUATION, CONTINUATION = 0, 1, 2
 
-# Longest wait for environments if other processes share the sampler.
+# Longest wait for environments, and with a sampler of several processes.
+_WAIT_SECS = 30.0
 _SHARED_WAIT_SECS = 0.05
 
 SCHEDULES = rollout_options.SCHEDULES
@@ -411,10 +412,23 @@ class _Rollout:
       self._step_environments(finished)
       if self._runner.scorer:
         self._runner.scorer.poll()
-      self._runner.endless_notice.check(self._most_turns)
+      self._runner.endless_notice.check(self._reason)
 
-  def _most_turns(self) -> int:
-    return max((len(e.steps) for e in self._running.values()), default=0)
+  def _reason(self) -> str:
+    """Returns why no episode has ended for a long time."""
+    call_secs = time.monotonic() - min(self._calls.values(), default=math.inf)
+    if call_secs >= _WAIT_SECS:
+      return (
+        f'an environment has not answered for {call_secs:.0f} s. Its episode '
+        'fails after pool.step_timeout_secs or, at the start of an episode, '
+        'pool.reset_timeout_secs'
+      )
+    turns = max((len(e.steps) for e in self._running.values()), default=0)
+    return (
+      f'the longest has {turns} turns so far. An episode ends when the '
+      'environment returns done=True, which a limit such as env.max_steps '
+      'ensures'
+    )
 
   def _start_episodes(self) -> dict[int, base.Observation]:
     """Starts waiting episodes in free environments.
@@ -443,14 +457,15 @@ class _Rollout:
   def _receive(self) -> dict[int, base.Observation]:
     """Records replies of environments; returns observations to respond to.
 
-    Waits for a reply if the sampler is idle. The wait is short if other
-    processes depend on this process's next step of a shared sampler.
+    Waits for a reply if the sampler is idle, at most for a time after which
+    `run` may report a slow environment. The wait is short if other processes
+    depend on this process's next step of a shared sampler.
     """
     if not self._calls:
       return {}
     idle = not self._sampler.busy
     before = time.monotonic()
-    timeout = _SHARED_WAIT_SECS if self._sampler.is_shared else None
+    timeout = _SHARED_WAIT_SECS if self._sampler.is_shared else _WAIT_SECS
     replies = self._pool.receive(timeout if idle else 0.0)
     now = time.monotonic()
     if idle:

@@ -275,11 +275,12 @@ def known_state_values(rows: batch.Rows) -> Float[np.ndarray, ' R']:
 
   Raises:
     ValueError: in one line, if all are unknown, because nothing has estimated
-      them.
+      them, or all that were estimated failed.
   """
   if rows.real.any() and np.isnan(rows.state_values[rows.real]).all():
     raise ValueError(
-      'rows.state_values: unknown in all rows; must be estimated before, as '
+      'rows.state_values: unknown in all rows, because all continuations '
+      'failed, or nothing estimated them; must be estimated before, as '
       'gigpo_jax.continuations or gigpo_jax.answer_scores does'
     )
   return rows.state_values

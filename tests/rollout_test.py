@@ -1,6 +1,7 @@
 """Tests of the turn loop with the toy corridor and a scripted sampler."""
 
 import dataclasses
+import re
 import time
 import types
 
@@ -147,9 +148,9 @@ class Notice(console.EndlessNotice):
   def restart(self):
     self.restarts.append(self.checks)
 
-  def check(self, most_turns):
+  def check(self, reason):
     self.checks += 1
-    self.lengths.append(most_turns())
+    self.lengths.append(int(re.search(r'(\d+) turns', reason())[1]))
 
 
 def test_the_notice_knows_the_longest_episode_and_every_end(text):
@@ -166,22 +167,41 @@ def test_a_line_reports_that_no_episode_ends(monkeypatch, capsys):
   times = iter([0, 59, 60, 100, 179, 180, 200, 400, 440])
   monkeypatch.setattr(console.time, 'monotonic', lambda: next(times))
   notice = console.EndlessNotice()  # At 0 s.
-  for turns in (59, 60, 100):
-    notice.check(lambda turns=turns: turns)
-  first, *others = capsys.readouterr().out.splitlines()
-  assert not others
-  assert first.startswith(
-    'no episode has ended for 60 s; the longest has 60 turns so far. An episode'
-  )
-  assert 'done=True' in first and 'env.max_steps' in first
-  notice.check(lambda: 179)
-  assert 'for 120 s; the longest has 179 turns' in capsys.readouterr().out
+  for reason in ('early', 'the reason', 'soon after'):
+    notice.check(lambda reason=reason: reason)
+  line = 'no episode has ended for 60 s; the reason\n'
+  assert capsys.readouterr().out == line
+  notice.check(lambda: 'twice as long')
+  assert 'for 120 s; twice as long' in capsys.readouterr().out
   notice.restart()  # An episode ends at 180 s.
-  for turns in (200, 400):
-    notice.check(lambda turns=turns: turns)
+  for _ in range(2):
+    notice.check(lambda: 'early')
   assert not capsys.readouterr().out
-  notice.check(lambda: 440)
-  assert 'for 240 s; the longest has 440 turns' in capsys.readouterr().out
+  notice.check(lambda: 'late')
+  assert 'for 240 s; late' in capsys.readouterr().out
+
+
+class Reasons(console.EndlessNotice):
+  """Records the reasons that the rollout gives."""
+
+  def __init__(self):
+    super().__init__()
+    self.reasons = set()
+
+  def check(self, reason):
+    self.reasons.add(reason())
+
+
+def test_the_reason_names_the_turns_or_a_slow_environment(text, monkeypatch):
+  notice = Reasons()
+  _run(text, endless_notice=notice)
+  assert all('done=True' in r and 'env.max_steps' in r for r in notice.reasons)
+  # No wait, so that a reset is still pending at the first check.
+  monkeypatch.setattr(rollout, '_WAIT_SECS', 0.0)
+  slow = Reasons()
+  _run(text, endless_notice=slow, schedule='async', num_workers=1)
+  assert any('has not answered for 0 s' in r for r in slow.reasons)
+  assert any('pool.reset_timeout_secs' in r for r in slow.reasons)
 
 
 def test_tokens_streams_rewards_and_order(text):

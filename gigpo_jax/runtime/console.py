@@ -67,19 +67,17 @@ class EndlessNotice:
     """Counts the time from now on: a rollout starts, or an episode ended."""
     self._since = time.monotonic()
 
-  def check(self, most_turns: Callable[[], int]) -> None:
+  def check(self, reason: Callable[[], str]) -> None:
     """Prints the line if it is due.
 
     Args:
-      most_turns: returns the turns of the longest episode that runs.
+      reason: returns what the episodes wait for.
     """
     if time.monotonic() - self._since < self._wait_secs:
       return
     # Of any process: the main one may have no episodes left.
     print(
-      f'no episode has ended for {self._wait_secs:.0f} s; the longest has '
-      f'{most_turns()} turns so far. An episode ends when the environment '
-      'returns done=True, which a limit such as env.max_steps ensures',
+      f'no episode has ended for {self._wait_secs:.0f} s; {reason()}',
       flush=True,
     )
     self._wait_secs *= 2
