@@ -534,7 +534,7 @@ def _installed(package: str) -> bool:
 
 
 def _data_dir(config: ml_collections.ConfigDict) -> str | None:
-  return envs.data_dir(config.env.name, config.env.data_dir)
+  return envs.data_dir(config.env.name, config.env.get('data_dir'))
 
 
 def _missing_environment(

@@ -11,6 +11,7 @@ import envs
 from configs import base
 from envs import checks, rewards
 from gigpo_jax import algorithms, losses, modulators, plugins, selectors
+from gigpo_jax import config as config_lib
 from gigpo_jax.runtime import errors
 
 # Code of a module, and what the error of its import says.
@@ -295,3 +296,23 @@ def test_a_value_error_of_own_code_is_no_wrong_option(field):
 def test_a_text_instead_of_a_number_is_refused():
   with pytest.raises(ValueError, match=r'^step_weight=x: out of range; must'):
     algorithms.make('gigpo', step_weight='x')
+
+
+def test_an_environment_with_data_whose_config_names_no_folder(
+  tmp_path, monkeypatch
+):
+  (tmp_path / 'own_data.py').write_text(
+    'from envs import base, toy\n'
+    'DATA = base.Data("OWN_DATA", "no games; get them")\n'
+    'tasks = toy.tasks\n'
+    'class Env:\n'
+    '  def __init__(self, data_dir=None): ...\n'
+  )
+  monkeypatch.syspath_prepend(str(tmp_path))
+  monkeypatch.delenv('OWN_DATA', raising=False)
+  config = base.get_config()
+  config.env.name = 'own_data'
+  with pytest.raises(ValueError, match=r'^env.data_dir=: no games.*\$OWN_DATA'):
+    config_lib.validate(config, needs_model=False)
+  monkeypatch.setenv('OWN_DATA', str(tmp_path))
+  assert config_lib.env_kwargs(config) == {'data_dir': str(tmp_path)}
