@@ -89,7 +89,8 @@ def _pool_section() -> ml_collections.ConfigDict:
   """Returns the options of the pool of environments."""
   pool = ml_collections.ConfigDict()
   # Environments that run at once. 0: one per episode of an iteration, including
-  # those of evaluation.inside_rollout.
+  # those of evaluation.inside_rollout. With rollout.carry_over, one per episode
+  # of 1 + max_staleness iterations.
   pool.num_envs = 0
   # Worker processes. 0: run environments in this process (debugging).
   pool.num_workers = 2
@@ -110,9 +111,10 @@ def _mesh_section() -> ml_collections.ConfigDict:
   """Returns the number of devices per axis of the mesh."""
   mesh = ml_collections.ConfigDict()
   # Devices per mesh axis. -1: all remaining devices. data=0: all remaining
-  # devices if fsdp is given; otherwise 1 on one host, and on several hosts as
-  # many copies of the parameters (HSDP) as fit if each of them, with its
-  # optimizer state, takes at most an eighth of the memory of its devices.
+  # devices if fsdp is given and no other axis is -1. If fsdp is -1, data=0 is 1
+  # on one host, and on several hosts as many copies of the parameters (HSDP) as
+  # fit if each of them, with its optimizer state, takes at most an eighth of
+  # the memory of its devices.
   mesh.data = 0
   mesh.fsdp = -1
   mesh.expert = 1
@@ -165,10 +167,11 @@ def _rollout_section() -> ml_collections.ConfigDict:
   rollout.stop_at_action = False
   # async: episodes advance independently; lockstep: all wait for the slowest.
   rollout.schedule = 'async'
-  # Weights of the sampler. model: model.dtype with merged adapters; merging
-  # rounds small adapters away. adapters: model.dtype with separate adapters,
-  # exact and slower. int8: half the memory of bfloat16. The metrics sampler/...
-  # compare the sampler with the learner.
+  # Weights of the sampler. model: model.dtype with merged adapters, in float32
+  # only: bfloat16 would round small adapters away. adapters: model.dtype with
+  # separate adapters, exact and slower. int8: half the memory of bfloat16, for
+  # models without adapters. The metrics sampler/... compare the sampler with
+  # the learner.
   rollout.weights = 'model'
   # Keys and values in the sampler's cache. model: model.dtype. int8: half the
   # memory of bfloat16.
@@ -578,6 +581,7 @@ def _sft_section() -> ml_collections.ConfigDict:
   sft.learning_rate = 1e-5
   sft.warmup_updates = 0
   sft.decay = True  # linear, of the learning rate to zero
+  # Rows per update. With completion_only=False, a conversation is one row.
   sft.minibatch_rows = 128
   # Rows between two lines of metrics, at least sft.minibatch_rows; the last
   # update before a line may have fewer. With dpo, every update has a line.
