@@ -170,8 +170,8 @@ def unapplied(
         modules[name] = importlib.import_module(registered[name])
   for name, module in modules.items():
     for field, preset in getattr(module, 'PRESETS', {}).get(name, {}).items():
-      section, _, key = field.rpartition('.')
-      values = config[section]  # An environment may lack a field of `env`.
+      # An environment may lack a field of `env`.
+      values, key = _section(config, field)
       if key in values and not callable(preset) and values[key] != preset:
         yield name, field, values[key], preset
 
@@ -190,6 +190,14 @@ def _algorithm(name: str) -> types.ModuleType:
   return importlib.import_module(_MODULES.get(name, name))
 
 
+def _section(
+  config: ml_collections.ConfigDict, field: str
+) -> tuple[ml_collections.ConfigDict, str]:
+  """Returns the section of a field, and the field's name in it."""
+  section, _, name = field.rpartition('.')
+  return config[section] if section else config, name
+
+
 def _change(
   config: ml_collections.ConfigDict, preset: Mapping[str, object]
 ) -> None:
@@ -201,9 +209,8 @@ def _change(
   rollout = config.rollout
   episodes = rollout.groups * rollout.episodes_per_group
   for field, value in preset.items():
-    section, _, name = field.rpartition('.')
-    values = config[section]
-    if section == 'env' and name not in values:
+    values, name = _section(config, field)
+    if field.startswith('env.') and name not in values:
       continue
     values[name] = value(values[name]) if callable(value) else value
   rollout.groups = episodes // rollout.episodes_per_group

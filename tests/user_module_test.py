@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import envs
-from configs import base
+from configs import base, variants
 from envs import checks, rewards
 from gigpo_jax import algorithms, losses, modulators, plugins, selectors
 from gigpo_jax import config as config_lib
@@ -316,3 +316,20 @@ def test_an_environment_with_data_whose_config_names_no_folder(
     config_lib.validate(config, needs_model=False)
   monkeypatch.setenv('OWN_DATA', str(tmp_path))
   assert config_lib.env_kwargs(config) == {'data_dir': str(tmp_path)}
+
+
+def test_a_preset_with_a_field_outside_of_sections(tmp_path, monkeypatch):
+  (tmp_path / 'long_grpo.py').write_text(
+    'from gigpo_jax.algorithms.grpo import Algorithm\n'
+    'PRESETS = {"long_grpo": {"num_iterations": 300, "loss.kl_weight": 0.0}}\n'
+  )
+  monkeypatch.syspath_prepend(str(tmp_path))
+  config = base.get_config()
+  config.algorithm.name = 'long_grpo'
+  assert [field for _, field, *_ in variants.unapplied(config)] == [
+    'num_iterations',
+    'loss.kl_weight',
+  ]
+  variants.use_algorithm(config, 'long_grpo')
+  assert (config.num_iterations, config.loss.kl_weight) == (300, 0.0)
+  assert not list(variants.unapplied(config))
