@@ -537,6 +537,7 @@ def _checkpoint_section() -> ml_collections.ConfigDict:
   """Returns the options of checkpoints."""
   checkpoint = ml_collections.ConfigDict()
   checkpoint.every = 5  # iterations
+  # Newest checkpoints to keep; the last good one for a rollback stays, too.
   checkpoint.keep = 2
   return checkpoint
 
