@@ -390,7 +390,11 @@ def guard_block() -> str:
 
 # Names of the controls in oracle.json.
 _ORACLE_NAMES = {
+  'g2po, anchor=group': 'g2po one state',
+  'g2po, anchor=shuffled': 'g2po shuffled',
+  'gigpo, anchor=group': 'gigpo one state',
   'gigpo, anchor=shuffled': 'gigpo shuffled',
+  'gigpo, anchor=state': 'gigpo state anchors',
   'gigpo, discount=1': 'gigpo discount 1',
   'gigpo, episode_weight=0': 'gigpo steps only',
 }
