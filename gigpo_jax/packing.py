@@ -56,7 +56,8 @@ class Microbatch:
     row: index of each completion token's row in the batch.
     column: index of each completion token in its completion.
     mask: true for completion tokens, false for padding at the end of a shard.
-    local_rows: index of each completion token's row among its shard's rows.
+    local_rows: index of each completion token's row among its shard's rows
+      that have completion tokens.
     agents: agent of each token; None if one adapter, or none, is for all.
   """
 
@@ -486,7 +487,8 @@ class _Arrays:
       array[shard, n : n + count] = values
     self._mask[shard, n : n + count] = True
     self._num_targets[shard] += count
-    self._num_rows[shard] += 1
+    # Rows without a completion have no tokens to number.
+    self._num_rows[shard] += count > 0
     self._rows.append(r)
 
   def microbatch(self) -> Microbatch:

@@ -25,8 +25,8 @@ class TokenBatch:
 
   Attributes:
     mask: True for completion tokens, False for padding.
-    row_ids: index of the token's row among the rows of its shard, in [0, T),
-      because a shard of T tokens has at most T rows.
+    row_ids: index of the token's row among the rows of its shard that have
+      tokens, in [0, T), because a shard of T tokens has at most T such rows.
     advantages: advantage of the token, or of its row.
     old_log_probs: log-probs of the tokens before the iteration's first update,
       computed by the learner or by the sampler.

@@ -1,9 +1,10 @@
 """Tests of packing: by hand, and compared with the rows that are packed."""
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from gigpo_jax import batch, packing, row_packs
+from gigpo_jax import batch, losses, packing, row_packs
 
 
 def _rows(prompts, completions, longest_prompt=8, longest_completion=4):
@@ -149,6 +150,22 @@ def test_tokens_of_a_conversation_grow_linearly(turns):
   assert tokens[False] == rows.lengths.sum()
   assert tokens[True] == rows.lengths.max() <= 3 + 6 * turns
   assert tokens[False] > tokens[True] * turns / 3
+
+
+def test_rows_without_a_completion_take_no_number():
+  # They come first, because their prompts are longer.
+  rows = _rows([[5, 6, 7]] * 3 + [[8]], [[]] * 3 + [[1]], longest_completion=1)
+  (microbatch,) = packing.Packer(16, 1, (16,), 1).microbatches(
+    rows, np.arange(4)
+  )
+  assert microbatch.rows[-1] == 3 and microbatch.mask.shape == (1, 2)
+  # Ids of rows are below the number of tokens: sums over rows need that.
+  np.testing.assert_array_equal(microbatch.local_rows[microbatch.mask], [0])
+  values = jnp.full(microbatch.mask.shape, 3.0)
+  sums = losses.row_sums(
+    values, jnp.asarray(microbatch.mask), jnp.asarray(microbatch.local_rows)
+  )
+  np.testing.assert_array_equal(sums[microbatch.mask], [3.0])
 
 
 def test_conversations_longer_than_a_sequence_are_divided_between_episodes():
