@@ -62,7 +62,7 @@ def run(
 ) -> None:
   """Parses the flags and calls main(config, workdir).
 
-  Call it within `interrupt.handle`.
+  Call it within `interrupt.handle` and `output.handle`.
 
   An error of the user (ValueError) is printed without a traceback, and the
   process ends with status 2. An error that ends a run (`errors.RunError`) is
@@ -317,8 +317,8 @@ def _call(
     lines.exit_with_error(str(error), distributed.exit_process)
   except errors.RunError as error:
     lines.exit_with_error(str(error), distributed.exit_process, status=1)
-  except errors.ClosedOutputError:
-    lines.exit_without_output(distributed.exit_process)
+  except SystemExit as error:  # Stdout cannot be written, see `output`.
+    distributed.exit_process(error.code)
   except Exception:
     traceback.print_exc()
     distributed.exit_process(1)

@@ -13,10 +13,11 @@ policy, task by task. The results of an earlier evaluation in the work directory
 are moved to `evaluation.bak`.
 """
 
-from launch import interrupt
+from launch import interrupt, output
 
 
 @interrupt.handle()
+@output.handle()
 def main() -> None:
   """Parses the flags and evaluates."""
   from absl import flags

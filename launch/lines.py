@@ -3,7 +3,6 @@
 import math
 import os
 import re
-import signal
 import sys
 import textwrap
 from collections.abc import Callable, Sequence
@@ -104,13 +103,6 @@ def check_arguments(rest: list[str]) -> None:
     raise ValueError(
       f'{" ".join(unknown)}: unknown; must be flags, --NAME=VALUE'
     )
-
-
-def exit_without_output(exit_process: Callable[[int], None]) -> None:
-  """Ends the process quietly, as SIGPIPE ends other programs."""
-  # The interpreter flushes stdout once more.
-  os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-  exit_process(128 + signal.SIGPIPE)
 
 
 def exit_with_error(

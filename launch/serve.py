@@ -7,12 +7,13 @@ sends a reward; docs/endpoint.md describes the requests. Rerun a command to
 resume its run. All flags of launch/train.py are accepted, too.
 """
 
-from launch import interrupt
+from launch import interrupt, output
 
 _MIN_TOKEN_CHARS = 16
 
 
 @interrupt.handle()
+@output.handle()
 def main() -> None:
   """Parses the flags, serves the policy and trains it."""
   import functools

@@ -11,7 +11,7 @@ WORKDIR/policy, a Hugging Face directory for `--config.model.path`. With
 successful ones, and repeats that; round N writes WORKDIR/round-N/policy.
 """
 
-from launch import interrupt
+from launch import interrupt, output
 
 # Fields of RL that fields of the warm start replace.
 _REPLACED = {
@@ -27,6 +27,7 @@ _REPLACED = {
 
 
 @interrupt.handle()
+@output.handle()
 def main() -> None:
   """Parses the flags and trains by imitation."""
   from launch import command

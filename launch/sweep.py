@@ -10,10 +10,11 @@ import os
 import signal
 import sys
 
-from launch import interrupt
+from launch import interrupt, output
 
 
 @interrupt.handle()
+@output.handle()
 def main() -> None:
   """Parses the flags and runs the sweep."""
   from absl import app, flags

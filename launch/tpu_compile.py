@@ -6,10 +6,11 @@ python launch/tpu_compile.py --config=configs/alfworld.py:7b --topology=h100:8
 
 import os
 
-from launch import interrupt
+from launch import interrupt, output
 
 
 @interrupt.handle()
+@output.handle()
 def main() -> None:
   """Parses the flags and compiles."""
   # The compilers need no chip. This keeps jax off the chips of the host.

@@ -12,10 +12,11 @@ form of `python launch/train.py`.
 from collections.abc import Callable
 from typing import Any
 
-from launch import interrupt
+from launch import interrupt, output
 
 
 @interrupt.handle()
+@output.handle()
 def main() -> None:
   """Parses the flags and trains."""
   from launch import command

@@ -8,10 +8,11 @@ A run keeps its episodes with `--config.episodes.every=1`.
 
 import functools
 
-from launch import interrupt
+from launch import interrupt, output
 
 
 @interrupt.handle()
+@output.handle()
 def main() -> None:
   """Parses the flags and shows the run."""
   from absl import app, flags, logging

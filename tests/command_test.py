@@ -76,9 +76,9 @@ def _write_command(tmp_path: pathlib.Path, body: str) -> pathlib.Path:
   script = tmp_path / 'script.py'
   script.write_text(
     'import logging, sys, types\n'
-    'from launch import command\n'
+    'from launch import command, output\n'
     f'def main(config, workdir):\n{textwrap.indent(body, "  ")}\n'
-    'command.run(main)\n'
+    'with output.handle():\n  command.run(main)\n'
   )
   return script
 
@@ -126,6 +126,12 @@ def test_late_errors_of_a_failed_write_are_dropped(tmp_path):
   ('body', 'status', 'error'),
   [
     ("console.log('b')", 128 + signal.SIGPIPE, ''),
+    # Any text, wherever OSErrors are handled, also if stderr is closed.
+    (
+      "os.close(2)\ntry:\n  print('b')\nexcept Exception:\n  pass",
+      128 + signal.SIGPIPE,
+      '',
+    ),
     ("raise BrokenPipeError(32, 'worker')", 1, 'BrokenPipeError: .* worker'),
     ("try:\n  1 / 0\nfinally:\n  console.log('b')", 1, 'ZeroDivisionError: '),
   ],
@@ -133,7 +139,8 @@ def test_late_errors_of_a_failed_write_are_dropped(tmp_path):
 def test_a_closed_pipe_hides_no_other_error(tmp_path, body, status, error):
   script = _write_command(
     tmp_path,
-    f'from gigpo_jax.runtime import console\nsys.stdin.read()\n{body}',
+    'import os\nfrom gigpo_jax.runtime import console\n'
+    f'sys.stdin.read()\n{body}',
   )
   with subprocess.Popen(
     [sys.executable, script, '--config=configs/alfworld.py:tiny'],
@@ -149,6 +156,37 @@ def test_a_closed_pipe_hides_no_other_error(tmp_path, body, status, error):
     errors = process.stderr.read()
   assert process.returncode == status
   assert re.search(error, errors) if error else not errors
+
+
+def _output_of(name: str, command: list) -> tuple[int, str]:
+  """Returns status and errors of a command whose stdout is a file."""
+  with open(name, 'w') as stdout:
+    done = subprocess.run(
+      list(map(str, command)),
+      cwd=PROJECT,
+      stdout=stdout,
+      stderr=subprocess.PIPE,
+      env=os.environ | {'PYTHONPATH': str(PROJECT)},
+      text=True,
+      check=False,
+    )
+  return done.returncode, done.stderr
+
+
+@pytest.mark.skipif(not os.path.exists('/dev/full'), reason='needs /dev/full')
+@pytest.mark.parametrize('script', ['own', 'sweep', 'view'])
+def test_a_full_disk_under_stdout_is_one_line(tmp_path, script):
+  command = PROJECT / f'launch/{script}.py', '--help'
+  if script == 'own':
+    command = (
+      _write_command(tmp_path, "print('text')"),
+      '--config=configs/alfworld.py:tiny',
+    )
+  status, errors = _output_of('/dev/full', [sys.executable, *command])
+  assert status == 1
+  assert re.fullmatch(
+    r'stdout: cannot be written \(.*No space left .*; free space .*\n', errors
+  )
 
 
 @pytest.mark.parametrize(

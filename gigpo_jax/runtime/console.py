@@ -5,24 +5,13 @@ from collections.abc import Callable, Iterable
 
 import tqdm
 
-from gigpo_jax.runtime import distributed, errors
+from gigpo_jax.runtime import distributed
 
 
 def log(line: str) -> None:
-  """Prints a line.
-
-  Raises:
-    errors.ClosedOutputError: if nothing reads it, and no other error is being
-      handled.
-  """
-  if not distributed.is_main_process():
-    return
-  try:
+  """Prints a line; see `launch.output` if it cannot be written."""
+  if distributed.is_main_process():
     print(line, flush=True)
-  except BrokenPipeError as error:
-    if error.__context__ is not None:
-      raise
-    raise errors.ClosedOutputError(*error.args) from error
 
 
 def progress_bar(

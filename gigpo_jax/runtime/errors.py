@@ -26,10 +26,6 @@ class RunError(Exception):
   """
 
 
-class ClosedOutputError(BrokenPipeError):
-  """Nothing reads the lines of a command any more, as in `... | head`."""
-
-
 class PluginError(Exception):
   """An error in the code of an algorithm, a loss or a plug-in."""
 
