@@ -102,7 +102,7 @@ class EpisodeWriter:
     directory: folder of the set.
     text: the tokenizer; the set keeps a copy.
     seed: seed of the run.
-    every: number of iterations from one write to the next.
+    every: number of iterations from one write to the next; 0: no writes.
     first_iteration: iteration at which the run starts or resumes. This and
       later stored iterations are dropped, so that each is stored once.
     most_repeated: maximum number of dropped iterations that a kill can explain.
@@ -174,7 +174,7 @@ class EpisodeWriter:
       The time of the write, as a metric; empty if the iteration is not due or
       has no episodes.
     """
-    if iteration % self._every or not collected.episodes:
+    if not self._is_due(iteration) or not collected.episodes:
       return {}
     start = time.monotonic()
     by_episode = (
@@ -212,7 +212,7 @@ class EpisodeWriter:
       rows: the rows.
       columns: columns that the teacher's loss reads, [R] or [R, C].
     """
-    if iteration % self._every:
+    if not self._is_due(iteration):
       return
     responses = [
       rows.tokens[r, rows.prompt_lengths[r] : rows.lengths[r]]
@@ -228,6 +228,9 @@ class EpisodeWriter:
         seed=self._seed,
       ),
     )
+
+  def _is_due(self, iteration: int) -> bool:
+    return self._every > 0 and iteration % self._every == 0
 
   def append(self, iteration: int, records: Sequence[dict[str, Any]]) -> None:
     """Appends the records of an iteration as a new file."""

@@ -127,7 +127,7 @@ def train(
   ):
     distributed.initialize()
     with distributed.lock(workdir):
-      run_builders.check_episodes(config, workdir)
+      run_builders.check_episodes(workdir)
       run_builders.print_notes(config)
       bundle = model_builders.make_model_bundle(config)
       distributed.check_same(inputs)

@@ -297,6 +297,24 @@ def test_metrics_and_episodes_outlive_their_checkpoints(
   assert (workdir / 'metrics.jsonl.bak.1').read_text() == before
 
 
+@pytest.mark.parametrize('every', [0, 1])
+def test_episodes_of_repeated_iterations_are_dropped(workdir, capsys, every):
+  shutil.rmtree(workdir / NEWEST)
+  repeated = ITERATIONS - 1
+  assert _start(workdir, episodes={'every': every}) == repeated - 1
+  assert 'bak' not in capsys.readouterr().out
+  kept = episodes.open_dataset(workdir / 'episodes')
+  assert kept.iterations == list(range(repeated))
+
+
+def test_a_folder_that_is_no_set_of_episodes_stays(workdir):
+  shutil.rmtree(workdir / 'episodes')
+  (workdir / 'episodes').mkdir()
+  (workdir / 'episodes/own.txt').write_text('text')
+  _start(workdir, episodes={'every': 0})
+  assert [x.name for x in (workdir / 'episodes').iterdir()] == ['own.txt']
+
+
 def test_episodes_without_their_list_are_kept(workdir, capsys):
   (workdir / 'episodes/dataset_info.json').unlink()
   _start(workdir)

@@ -126,14 +126,14 @@ def describe_inputs(config: ml_collections.ConfigDict) -> dict[str, str]:
   return inputs
 
 
-def check_episodes(config: ml_collections.ConfigDict, workdir: str) -> None:
-  """Checks that episodes can be added to those in a work directory.
+def check_episodes(workdir: str) -> None:
+  """Checks that the episodes in a work directory, if any, can be continued.
 
   Raises:
     ValueError: in one line, if they cannot.
   """
   folders = [pathlib.Path(workdir) / name for name in (_EPISODES, _TEACHER)]
-  if config.episodes.every and any(folder.is_dir() for folder in folders):
+  if any(folder.is_dir() for folder in folders):
     # tensorflow_datasets is slow to import.
     from gigpo_jax import episodes
 
@@ -525,16 +525,21 @@ def open_logs(parts: Parts, first_iteration: int) -> run_logs.RunLogs:
   )
   folders = (_EPISODES, _TEACHER) if parts.teacher.loss else (_EPISODES,)
   episode_writers = {}
-  if config.episodes.every and is_main:
+  every = config.episodes.every
+  folders = [x for x in folders if every or (workdir / x).is_dir()]
+  if folders and is_main:
     # tensorflow_datasets is slow to import, and only some runs need it.
     from gigpo_jax import episodes
 
     for folder in folders:
+      # Even if no more are kept, those of repeated iterations are dropped.
+      if not every and not (workdir / folder / episodes.INFO).exists():
+        continue
       episode_writers[folder] = episodes.EpisodeWriter(
         workdir / folder,
         parts.bundle.tokenizer,
         seed=config.seed,
-        every=config.episodes.every,
+        every=every,
         first_iteration=first_iteration,
         most_repeated=max_repeated,
       )
