@@ -130,6 +130,9 @@ def _restore_metadata(folder: pathlib.Path) -> None:
   Orbax writes the file again after renaming the checkpoint. It therefore has no
   digest, and a kill may truncate it. The manifest has its earlier contents.
   """
+  # Without a manifest it is not used, as after a kill while it was deleted.
+  if not (folder / _MANIFEST).is_file():
+    return
   path = folder / _METADATA
   with contextlib.suppress(OSError, ValueError):
     handlers = files.read_object(path).get('item_handlers')

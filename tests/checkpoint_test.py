@@ -143,6 +143,20 @@ def test_a_checkpoint_that_a_kill_cut_short_is_passed_over(tmp_path):
   np.testing.assert_array_equal(state['x'], np.zeros(4))
 
 
+def test_a_deletion_that_a_kill_cut_short_is_continued(tmp_path, capsys):
+  state = {'x': jnp.ones(4)}
+  with checkpoint.Checkpointer(tmp_path) as saver:
+    for iteration in range(2):
+      saver.save(iteration, state, {})
+  for name in ('manifest.json', '_CHECKPOINT_METADATA'):
+    (tmp_path / '0' / name).unlink()
+  with checkpoint.Checkpointer(tmp_path) as saver:
+    assert saver.restore(checkpoint.abstract_state(state))[0] == 1
+    saver.save(2, state, {})
+  assert capsys.readouterr().out == ''
+  assert sorted(path.name for path in tmp_path.iterdir()) == ['1', '2']
+
+
 FULL = """
 import resource, sys, jax.numpy as jnp
 from gigpo_jax import checkpoint
