@@ -12,6 +12,7 @@ import filelock
 import pytest
 
 from gigpo_jax.runtime import distributed, files
+from gigpo_jax.tools import plots
 
 _HOLD_LOCK = """
 import pathlib, sys, time
@@ -60,6 +61,19 @@ def test_a_further_file_in_a_replaced_subfolder_is_kept(tmp_path):
   assert (tmp_path / 'policy.bak' / 'actor' / 'model').read_text() == '0'
   kept = tmp_path / 'policy.bak' / 'actor' / 'notes.md'
   assert kept.read_text() == 'mine'
+
+
+def test_a_picture_on_a_full_disk_keeps_the_earlier_one(tmp_path):
+  path, partial = tmp_path / 'curves.png', tmp_path / 'curves.png.tmp'
+  path.write_bytes(b'before')
+  partial.symlink_to('/dev/full')
+  with pytest.raises(OSError, match='No space left'), plots.image(path):
+    pass
+  assert path.read_bytes() == b'before'
+  with plots.image(path):
+    pass
+  assert path.read_bytes().startswith(b'\x89PNG')
+  assert list(tmp_path.iterdir()) == [path]
 
 
 def test_no_other_folder_is_deleted(tmp_path):

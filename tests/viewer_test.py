@@ -305,6 +305,16 @@ def test_foreign_text_is_never_html(workdir, tmp_path):
     assert data == client.get(f'/{name}.json').json
 
 
+def test_an_export_to_a_full_disk_keeps_the_earlier_one(workdir, tmp_path):
+  path, partial = tmp_path / 'run.html', tmp_path / 'run.html.tmp'
+  viewer.export(workdir, path)
+  before = path.read_bytes()
+  partial.symlink_to('/dev/full')
+  with pytest.raises(ValueError, match='--export=.*: cannot be written'):
+    viewer.export(workdir, path, [2])
+  assert path.read_bytes() == before and not partial.exists()
+
+
 def test_export_of_selected_iterations(workdir, tmp_path):
   viewer.export(workdir, tmp_path / 'run.html', [2])
   html = (tmp_path / 'run.html').read_text()

@@ -22,9 +22,29 @@ _LOCK, _OWNER = '.lock', '.lock_owner.json'
 
 def write_atomic(path: pathlib.Path, text: str) -> None:
   """Writes a file so that it is never half written, even after a power cut."""
+  with replacing(path) as partial:
+    partial.write_text(text, encoding='utf-8')
+
+
+@contextlib.contextmanager
+def replacing(path: pathlib.Path) -> Iterator[pathlib.Path]:
+  """Yields the path of a new file, which replaces `path` at the end.
+
+  If that fails, as on a full disk, the earlier file stays. A link stays, and
+  what it points to is replaced. A device is written directly.
+  """
+  path = path.resolve()
+  if path.exists() and not path.is_file():
+    yield path
+    return
   partial = path.with_name(path.name + '.tmp')
-  partial.write_text(text, encoding='utf-8')
-  rename_synced(partial, path)
+  try:
+    yield partial
+    rename_synced(partial, path)
+  except OSError:
+    with contextlib.suppress(OSError):
+      partial.unlink()
+    raise
 
 
 def rename_synced(partial: pathlib.Path, path: pathlib.Path) -> None:

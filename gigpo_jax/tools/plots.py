@@ -5,6 +5,8 @@ import pathlib
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
+from gigpo_jax.runtime import files
+
 # Formats in which matplotlib can store a title as plain text.
 TITLED = ('.png', '.svg', '.pdf')
 
@@ -33,7 +35,9 @@ def image(
     yield figure, axes
     is_titled = title and pathlib.Path(path).suffix.lower() in TITLED
     extra = {'metadata': {'Title': title}} if is_titled else {}
-    figure.savefig(path, dpi=dpi, **extra)
+    path = pathlib.Path(path)
+    with files.replacing(path) as partial:
+      figure.savefig(partial, format=path.suffix[1:], dpi=dpi, **extra)
     pyplot.close(figure)
 
 

@@ -471,7 +471,7 @@ def export(
         f'iteration {number}; select fewer with --iterations'
       )
   try:
-    pathlib.Path(path).write_text(page(run['name'], parts), encoding='utf-8')
+    files.write_atomic(pathlib.Path(path), page(run['name'], parts))
   except OSError as error:
     raise ValueError(
       f'--export={path}: cannot be written ({error.strerror}); must be a file '
