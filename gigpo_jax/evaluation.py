@@ -415,21 +415,29 @@ def main(
       )
   if not distributed.is_main_process():
     return
-  names = list(episodes)
-  print('\n\n'.join(table(name, episodes[name]) for name in names))
+  first, *others = episodes
   comparisons = {
-    name: compare(episodes[names[0]], episodes[name]) for name in names[1:]
+    name: compare(episodes[first], episodes[name]) for name in others
   }
-  for name, measures in comparisons.items():
-    for measure, comparison in measures.items():
-      print(f'\n{names[0]} minus {name}, {measure}: {comparison}')
-  # All at once, because another evaluation may write to the same folder.
-  with errors.explain_disk_errors(workdir):
-    _move_earlier(folder)
-    _write(config, folder, episodes, comparisons)
-    if config.episodes.every:
-      for n, (name, text) in enumerate(texts.items()):
-        _keep_episodes(folder / _KEPT / str(n), text, episodes[name], config)
+  notes = []
+  try:
+    # Before the tables, which nothing may read any more. All at once, because
+    # another evaluation may write to the same folder.
+    with errors.explain_disk_errors(workdir):
+      notes += _move_earlier(folder)
+      notes += _write(config, folder, episodes, comparisons)
+      if config.episodes.every:
+        for n, (name, text) in enumerate(texts.items()):
+          own = folder / _KEPT / str(n)
+          notes += _keep_episodes(own, text, episodes[name], config)
+  finally:
+    tables = [table(name, own) for name, own in episodes.items()]
+    differences = [
+      f'{first} minus {name}, {measure}: {comparison}'
+      for name, measures in comparisons.items()
+      for measure, comparison in measures.items()
+    ]
+    print('\n\n'.join((*tables, *differences, '\n'.join(notes))))
 
 
 def _check_policies(
@@ -473,7 +481,8 @@ def _write(
   folder: pathlib.Path,
   episodes_by_policy: dict[str, list[trajectory.Trajectory]],
   comparisons: dict[str, dict[str, Comparison]],
-) -> None:
+) -> list[str]:
+  """Writes the results; returns lines that name their files."""
   folder.mkdir(parents=True, exist_ok=True)
   report = {
     'version': files.VERSION,
@@ -493,20 +502,27 @@ def _write(
   }
   files.write_atomic(folder / _REPORT, json.dumps(report, indent=1) + '\n')
   draw(episodes_by_policy, folder / _PLOT)
-  print(f'\n{folder}/{_REPORT}, {folder}/{_PLOT}')
+  return [f'{folder}/{_REPORT}, {folder}/{_PLOT}']
 
 
-def _move_earlier(folder: pathlib.Path) -> None:
-  """Moves the results of an earlier evaluation, if any, to evaluation.bak."""
+def _move_earlier(folder: pathlib.Path) -> list[str]:
+  """Moves the results of an earlier evaluation, if any, to evaluation.bak.
+
+  Args:
+    folder: folder of the results.
+
+  Returns:
+    Lines that name the new folder.
+  """
   paths = [folder / name for name in (_REPORT, _PLOT, _KEPT)]
   earlier = [path for path in paths if path.exists()]
   if not earlier:
-    return
+    return []
   backup = files.free_name(folder / _KEPT)
   backup.mkdir()
   for path in earlier:
     path.rename(backup / path.name)
-  console.log(f'the earlier evaluation is kept in {backup}')
+  return [f'the earlier evaluation is kept in {backup}']
 
 
 def _keep_episodes(
@@ -514,15 +530,15 @@ def _keep_episodes(
   text: tokenizer.Tokenizer,
   episodes: Sequence[trajectory.Trajectory],
   config: ml_collections.ConfigDict,
-) -> None:
-  """Writes the episodes of a policy to a folder for the viewer."""
+) -> list[str]:
+  """Writes the episodes of a policy for the viewer; returns a line on that."""
   # tensorflow_datasets is slow to import.
   from gigpo_jax import episodes as episodes_lib
 
   episodes_lib.write(
     folder / episodes_lib.FOLDER, text, {0: episodes}, seed=config.seed
   )
-  console.log(f'to see its episodes: python launch/view.py --workdir={folder}')
+  return [f'to see its episodes: python launch/view.py --workdir={folder}']
 
 
 def _with_policy(

@@ -1,6 +1,9 @@
 """Tests of evaluation: rates, intervals and comparisons of policies."""
 
+import contextlib
 import dataclasses
+import io
+import sys
 
 import numpy as np
 import pytest
@@ -8,7 +11,7 @@ from matplotlib import pyplot
 
 from configs import alfworld
 from envs import base
-from gigpo_jax import evaluation, metrics, trajectory
+from gigpo_jax import builders, evaluation, metrics, trajectory
 from gigpo_jax.run import model_builders, run_config, saved_checkpoint
 
 
@@ -200,6 +203,29 @@ def test_table_has_a_row_per_task_type(tmp_path):
   assert (tmp_path / 'x.png').stat().st_size > 5000
 
 
+class _ClosedPipe(io.StringIO):
+  def write(self, text):
+    if 'tasks' in text:
+      raise BrokenPipeError
+    return super().write(text)
+
+
+def test_results_are_written_before_they_are_shown(tmp_path, monkeypatch):
+  played = [episode(0, True)], None
+  nothing = contextlib.nullcontext()
+  monkeypatch.setattr(evaluation, '_evaluate_policy', lambda *_: played)
+  monkeypatch.setattr(
+    evaluation, '_check_policies', lambda *_: [('model', 'a')]
+  )
+  monkeypatch.setattr(builders, 'make_pool', lambda _: nothing)
+  monkeypatch.setattr(builders, 'try_environment', lambda *_: None)
+  monkeypatch.setattr(sys, 'stdout', _ClosedPipe())
+  with pytest.raises(BrokenPipeError):
+    evaluation.main(alfworld.get_config('smoke'), str(tmp_path))
+  found = sorted(path.name for path in tmp_path.iterdir())
+  assert found == ['evaluation.json', 'evaluation.png']
+
+
 def test_plot_has_labels(tmp_path, monkeypatch):
   drawn = []
   monkeypatch.setattr(pyplot, 'close', drawn.append)
@@ -264,16 +290,15 @@ def test_adapters_are_evaluated_with_the_weights_they_were_trained_on(tmp_path):
     saved_checkpoint.compare(config, str(tmp_path))
 
 
-def test_each_earlier_evaluation_has_a_folder_of_its_own(tmp_path, capsys):
-  evaluation._move_earlier(tmp_path)
-  assert not list(tmp_path.iterdir()) and not capsys.readouterr().out
+def test_each_earlier_evaluation_has_a_folder_of_its_own(tmp_path):
+  assert not evaluation._move_earlier(tmp_path)
+  assert not list(tmp_path.iterdir())
   for n, name in enumerate(('evaluation.bak', 'evaluation.bak.1')):
     (tmp_path / 'evaluation.json').write_text(str(n))
-    evaluation._move_earlier(tmp_path)
+    assert evaluation._move_earlier(tmp_path) == [
+      f'the earlier evaluation is kept in {tmp_path}/{name}'
+    ]
     assert (tmp_path / name / 'evaluation.json').read_text() == str(n)
-    assert capsys.readouterr().out == (
-      f'the earlier evaluation is kept in {tmp_path}/{name}\n'
-    )
   # Kept episodes of an evaluation that was killed.
   (tmp_path / 'evaluation' / '0').mkdir(parents=True)
   evaluation._move_earlier(tmp_path)
