@@ -312,7 +312,8 @@ def _call(
   compilation.enable_cache()
   interrupt.set_outlook(lambda: 'the same command starts again')
   try:
-    main(_CONFIG.value, workdir)
+    with distributed.explain_lost_process():
+      main(_CONFIG.value, workdir)
   except ValueError as error:
     lines.exit_with_error(str(error), distributed.exit_process)
   except errors.RunError as error:

@@ -22,6 +22,7 @@ from gigpo_jax import mesh as mesh_lib
 from gigpo_jax import metrics, sampler
 from gigpo_jax.models import parameters, qwen
 from gigpo_jax.runtime import console, distributed, files, hardware
+from gigpo_jax.runtime import errors as errors_lib
 
 ROOT = pathlib.Path(__file__).parents[1]
 CONFIG = qwen.QwenConfig(
@@ -443,10 +444,27 @@ def test_a_process_ends_if_the_other_is_killed(tmp_path):
       if 'compiling' in line:
         break
     processes[1].kill()
-    processes[0].communicate(timeout=200)
-    assert processes[0].returncode != 0
+    _, said = processes[0].communicate(timeout=200)
+    assert processes[0].returncode == 1
+    assert len(said.splitlines()) == 1
+    assert said.startswith('another process has ended or cannot be reached (')
+    assert said.endswith('rerun the same command in every process\n')
   finally:
     _kill(*processes)
+
+
+def test_other_errors_are_no_lost_process(monkeypatch):
+  lost = 'UNKNOWN: Gloo AllGather failed:\n Connection closed by peer'
+  monkeypatch.setattr(distributed, 'is_multi_process', lambda: True)
+  with (
+    pytest.raises(errors_lib.RunError, match='another process .* failed: Conn'),
+    distributed.explain_lost_process(),
+  ):
+    raise ValueError(lost)
+  for is_multi, text in ((True, 'rollout.groups=0: Gloo'), (False, lost)):
+    monkeypatch.setattr(distributed, 'is_multi_process', lambda x=is_multi: x)
+    with pytest.raises(ValueError), distributed.explain_lost_process():
+      raise ValueError(text)
 
 
 _LONGER = (

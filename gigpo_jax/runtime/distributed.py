@@ -22,13 +22,18 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from gigpo_jax.runtime import files, hardware
+from gigpo_jax.runtime import errors, files, hardware
 
 # A network file system may show a new file late.
 _SHARED_SECS = 60.0
 
 # How long to wait for the others, one of which may download the model.
 _CONNECT_SECS = 1800
+# Parts of an error of a collective after another process has ended: on CPUs, on
+# GPUs, and of jax.
+_LOST = re.compile(
+  'Gloo .*failed|remote process exited|coordination service|heartbeat'
+)
 _VARIABLES = ('JAX_COORDINATOR_ADDRESS', 'JAX_NUM_PROCESSES', 'JAX_PROCESS_ID')
 
 
@@ -261,6 +266,22 @@ def check_same(values: Mapping[str, Any]) -> None:
           f'{name}={first.get(name)}: is {other.get(name)} in process {process}'
           '; must be the same on every host'
         )
+
+
+@contextlib.contextmanager
+def explain_lost_process() -> Iterator[None]:
+  """Turns the error after another process has ended into a RunError."""
+  try:
+    yield
+  # On CPUs, the error of a collective is a ValueError.
+  except (ValueError, jax.errors.JaxRuntimeError) as error:
+    if not (is_multi_process() and _LOST.search(str(error))):
+      raise
+    reason = ' '.join(str(error).split())[:200]
+    raise errors.RunError(
+      f'another process has ended or cannot be reached ({reason}); its own '
+      'output says why; then rerun the same command in every process'
+    ) from error
 
 
 def exit_process(status: int) -> NoReturn:
