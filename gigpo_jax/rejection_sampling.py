@@ -63,23 +63,30 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> None:
     inputs=inputs,
   )
   root = pathlib.Path(workdir)
+
+  def is_complete(index: int) -> bool:
+    return (root / f'round-{index}' / 'policy').is_dir()
+
   distributed.initialize()
-  if (root / f'round-{config.sft.rounds - 1}' / 'policy').is_dir():
+  if is_complete(config.sft.rounds - 1):
     console.log(f'{workdir}: all {config.sft.rounds} rounds are complete')
   with distributed.lock(workdir), errors.explain_disk_errors(workdir):
     if distributed.is_main_process():
       run_config.save(config, workdir, _STORED, inputs=inputs)
-    for index in range(config.sft.rounds):
+    last = max(filter(is_complete, range(config.sft.rounds)), default=-1)
+    if last >= 0:
+      config.model.path = str(root / f'round-{last}' / 'policy')
+    for index in range(last + 1, config.sft.rounds):
       folder = root / f'round-{index}'
-      if not (folder / 'policy').is_dir():
-        own = config.copy_and_resolve_references()
-        own.sft.data = str(folder / episodes.FOLDER)
-        values = sample(own, folder, index)
-        writer = builders.make_writer(config, workdir, index)
-        writer.write(index, values)
-        writer.close()
-        console.log(metrics.console_line(index, values))
-        sft.warm_start(own, str(folder))
+      own = config.copy_and_resolve_references()
+      own.sft.data = str(folder / episodes.FOLDER)
+      values = sample(own, folder, index)
+      # A kill during the training of a round leaves its line.
+      writer = builders.make_writer(config, workdir, index, 1)
+      writer.write(index, values)
+      writer.close()
+      console.log(metrics.console_line(index, values))
+      sft.warm_start(own, str(folder))
       config.model.path = str(folder / 'policy')
 
 

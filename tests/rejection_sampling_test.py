@@ -114,6 +114,27 @@ def test_the_same_command_resumes_after_the_last_round(tmp_path, calls):
   assert len(small_runs.read_lines(tmp_path)) == 2
 
 
+def test_rounds_resume_without_the_policies_of_earlier_rounds(tmp_path, calls):
+  rejection_sampling.run(_config(rounds=2), str(tmp_path))
+  del calls[:]
+  # The user needs the space.
+  shutil.rmtree(tmp_path / 'round-0' / 'policy')
+  rejection_sampling.run(_config(rounds=3), str(tmp_path))
+  policy = str(tmp_path / 'round-1' / 'policy')
+  assert [call[:2] for call in calls] == [('sample', policy), ('train', policy)]
+  lines = small_runs.read_lines(tmp_path)
+  assert [line['iteration'] for line in lines] == [0, 1, 2]
+
+
+def test_repeated_rounds_keep_the_earlier_metrics(tmp_path, calls):
+  rejection_sampling.run(_config(rounds=2), str(tmp_path))
+  before = (tmp_path / 'metrics.jsonl').read_bytes()
+  for index in range(2):
+    shutil.rmtree(tmp_path / f'round-{index}' / 'policy')
+  rejection_sampling.run(_config(rounds=2), str(tmp_path))
+  assert (tmp_path / 'metrics.jsonl.bak').read_bytes() == before
+
+
 def test_rounds_without_their_config_are_refused(tmp_path, calls):
   rejection_sampling.run(_config(rounds=1), str(tmp_path))
   (tmp_path / 'rounds.json').unlink()
