@@ -80,6 +80,8 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> None:
       folder = root / f'round-{index}'
       own = config.copy_and_resolve_references()
       own.sft.data = str(folder / episodes.FOLDER)
+      # What a killed round has left is replaced after the rollouts.
+      episodes.check_folder(folder / episodes.FOLDER)
       values = sample(own, folder, index)
       # A kill during the training of a round leaves its line.
       writer = builders.make_writer(config, workdir, index, 1)

@@ -126,6 +126,16 @@ def test_rounds_resume_without_the_policies_of_earlier_rounds(tmp_path, calls):
   assert [line['iteration'] for line in lines] == [0, 1, 2]
 
 
+def test_damaged_episodes_are_refused_before_the_rollouts(tmp_path, calls):
+  folder = tmp_path / 'round-0' / 'episodes'
+  folder.mkdir(parents=True)
+  (folder / episodes.INFO).touch()
+  (tmp_path / 'rounds.json').write_text(_config(rounds=1).to_json_best_effort())
+  with pytest.raises(ValueError, match=f'^{folder}: .*; move the folder away'):
+    rejection_sampling.run(_config(rounds=1), str(tmp_path))
+  assert not calls
+
+
 def test_repeated_rounds_keep_the_earlier_metrics(tmp_path, calls):
   rejection_sampling.run(_config(rounds=2), str(tmp_path))
   before = (tmp_path / 'metrics.jsonl').read_bytes()
