@@ -141,7 +141,7 @@ def validate(
     problems += _missing_environment(
       config, collects=collects, evaluates=evaluates
     )
-    problems += [] if has_harness else _missing_harness(config)
+    problems += _harness(config, has_harness=has_harness)
     if needs_model:
       problems += model_check.problems(
         config, trains=trains, fetch=not problems
@@ -570,11 +570,20 @@ def _missing_environment(
     yield _with_field(config, str(error))
 
 
-def _missing_harness(config: ml_collections.ConfigDict) -> Iterator[str]:
-  if command := envs.harness(config.env.name):
+def _harness(
+  config: ml_collections.ConfigDict, *, has_harness: bool
+) -> Iterator[str]:
+  """Yields problems of an environment whose episodes a harness plays."""
+  command = envs.harness(config.env.name)
+  if command and not has_harness:
     yield (
       f'env.name={config.env.name}: a harness brings its episodes; use '
       f'{command} instead of this command'
+    )
+  elif command and config.env.get('max_steps') is None:
+    yield (
+      'env.max_steps=None: a harness could play an episode without end; must '
+      'be an integer of at least 1'
     )
 
 

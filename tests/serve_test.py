@@ -3,6 +3,7 @@
 import concurrent.futures
 import json
 import re
+import types
 
 import httpx
 import openai
@@ -10,6 +11,10 @@ import preloaded
 import pytest
 import small_runs
 
+from configs import endpoint
+from gigpo_jax import config as config_lib
+from gigpo_jax.run import serving
+from gigpo_jax.runtime import web
 from launch import serve
 
 TOKEN = 'a-token-of-some-length'
@@ -51,6 +56,34 @@ def test_the_token_is_read_from_a_file(tmp_path):
       serve._read_token(str(path))
   with pytest.raises(ValueError, match='cannot be read'):
     serve._read_token(str(tmp_path / 'none'))
+
+
+def test_a_harness_needs_a_limit_of_turns():
+  config = endpoint.get_config()
+  config.env.max_steps = None
+  with pytest.raises(ValueError, match='^env.max_steps=None: .* must be'):
+    config_lib.validate(config, needs_model=False, has_harness=True)
+  del config.env.max_steps
+  with pytest.raises(ValueError, match='^env.max_steps=None: .* must be'):
+    config_lib.validate(config, needs_model=False, has_harness=True)
+
+
+def test_a_config_may_leave_out_whether_a_harness_has_tools():
+  config = endpoint.get_config('smoke')
+  del config.env.tools
+  config_lib.validate(config, needs_model=False, has_harness=True)
+  with web.listen('127.0.0.1', 0) as listening:
+    with serving.open_pool(
+      config,
+      types.SimpleNamespace(decode=None),
+      listening=listening,
+      host='127.0.0.1',
+      names=(),
+      token='',
+      max_bytes=1,
+      max_requests_per_sec=1.0,
+    ) as pool:
+      assert pool.num_envs
 
 
 def _play(url: str) -> int:

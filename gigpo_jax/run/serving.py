@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 
 import ml_collections
 
+import envs
 from gigpo_jax import builders, endpoint, endpoint_server, tokenizer
 from gigpo_jax.runtime import distributed, web
 
@@ -48,7 +49,7 @@ def open_pool(
     text.decode,
     num_envs=builders.num_envs(config),
     max_steps=config.env.max_steps,
-    has_tools=config.env.tools,
+    has_tools=envs.uses_tools(config.env.name, config.env),
     step_timeout_secs=config.pool.step_timeout_secs,
     reset_timeout_secs=config.pool.reset_timeout_secs,
   ) as pool:
