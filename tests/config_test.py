@@ -940,6 +940,23 @@ def test_igpo_refuses_a_filter_by_rewards():
   assert line.startswith('filter.drop_zero_variance=True: igpo also learns')
 
 
+@pytest.mark.parametrize(
+  ('name', 'is_refused'),
+  [
+    ('snr', True),
+    ('gigpo_jax.selectors.snr:Selector', True),
+    ('truncated', False),
+    ('gigpo_jax.selectors.truncated:Selector', False),
+    ('unknown', False),
+  ],
+)
+def test_a_selector_by_rewards_is_refused(name, is_refused):
+  config = alfworld.get_config('mini,remax')
+  config.filter.select = (name,)
+  starts = [line.partition(':')[0] for line in algorithms.conflicts(config)]
+  assert starts == [f'filter.select={name}'.partition(':')[0]] * is_refused
+
+
 def test_more_groups_than_goal_lists_are_refused():
   config = webshop.get_config('tiny,reference_code,ppo')
   assert config.rollout.groups == 64

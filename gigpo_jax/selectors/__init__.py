@@ -56,8 +56,16 @@ def refuse_by_reward(
   if config.filter.drop_zero_variance:
     yield f'filter.drop_zero_variance=True: {reason}; must be False'
   for name in config.filter.select:
-    if name in REGISTRY and getattr(FAMILY.find(name), 'by_reward', False):
+    if _is_by_reward(name):
       yield f'filter.select={name}: {reason}; must be another selector, or ()'
+
+
+def _is_by_reward(name: str) -> bool:
+  """Returns whether a selector drops groups of equal returns."""
+  try:
+    return getattr(FAMILY.find(name), 'by_reward', False)
+  except ValueError:  # Unknown; `FAMILY.conflicts` reports it.
+    return False
 
 
 class Selector(Protocol):
