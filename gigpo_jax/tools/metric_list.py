@@ -55,9 +55,13 @@ SECTIONS = (
   Section(
     'Episodes',
     '`train/` covers all episodes of the iteration, including groups that a '
-    'filter drops. `eval/` covers the evaluation tasks, played before the '
-    "iteration's update. An episode that its environment aborted counts as a "
-    'failure with score 0.',
+    'filter drops; with `rollout.carry_over`, an episode counts in the '
+    'iteration that trains on it. `eval/` covers the evaluation tasks, played '
+    "before the iteration's update. An episode that its environment aborted "
+    'counts as a failure with score 0. With `reward.functions`, '
+    '`train/episode_reward` includes them, and `train/environment_reward`, the '
+    "environment's own reward, and `train/NAME` of each function are means "
+    'over steps.',
     ('train/', 'eval/'),
     (
       Metric('success_rate', 'share', 'successful episodes'),
@@ -72,7 +76,7 @@ SECTIONS = (
       Metric(
         'episode_reward',
         'reward',
-        'mean sum of raw rewards, before any penalty',
+        'mean sum of rewards, before any penalty',
       ),
       Metric('episode_length', 'steps', 'mean number of steps'),
       Metric('invalid_action_rate', 'share', 'steps with an invalid response'),
@@ -106,7 +110,9 @@ SECTIONS = (
         'steps with an inadmissible action',
       ),
       Metric(
-        'webshop_score', 'share', 'mean score of finished episodes (WebShop)'
+        'webshop_score',
+        'share',
+        'mean score of the episodes that the shop ended (WebShop)',
       ),
       Metric('search_rate', 'share', 'steps that searched (search QA)'),
       Metric(
@@ -116,7 +122,7 @@ SECTIONS = (
       Metric(
         'environment_reward',
         'reward',
-        "environment's part (`reward.functions`)",
+        "the environment's own, per step; only `train/`",
       ),
       Metric('room', '1', 'mean index of the room (the toy environment)'),
     ),
@@ -150,7 +156,10 @@ SECTIONS = (
     'Advantages of rows (steps) and tokens. Metrics of anchor groups are '
     'written for every algorithm, with the groups that GiGPO would form. An '
     'algorithm without an episode and a step advantage (A_E and A_S) reports '
-    'those of GiGPO with `algorithm.norm`, `discount` and `invalid_penalty`.',
+    'those of GiGPO with `algorithm.norm`, `discount` and `invalid_penalty`. '
+    '`std`, `trained_share` and `effective_tokens` are those after '
+    '`algorithm.modulators`, all others those before; `filter.select` changes '
+    'none of them.',
     ('advantage/',),
     (
       Metric(
@@ -269,11 +278,15 @@ SECTIONS = (
   ),
   Section(
     'Continuations',
-    'Only with algorithms that play several episodes from each state, such as '
-    '`vineppo`.',
+    'Only with algorithms that play further episodes: `vineppo` from each '
+    'state, `remax` a greedy one from the start of each task.',
     ('continuations/',),
     (
-      Metric('states', 'states', 'distinct states of the trained episodes'),
+      Metric(
+        'states',
+        'states',
+        'distinct states of the trained episodes from which others start',
+      ),
       Metric(
         'env_steps', 'steps', 'steps of continuations, with replayed ones'
       ),
@@ -428,10 +441,14 @@ SECTIONS = (
   ),
   Section(
     'Guards',
-    'Guards against collapse (`guard.*`). Absent without alarms.',
+    'Guards against collapse (`guard.*`). Absent before the first alarm.',
     ('guard/',),
     (
-      Metric('alarms', 'alarms', 'metrics beyond their levels'),
+      Metric(
+        'alarms',
+        'alarms',
+        'metrics beyond their levels; only in iterations with alarms',
+      ),
       Metric(
         'step_scale',
         '1',
@@ -513,7 +530,8 @@ SECTIONS = (
   ),
   Section(
     'Rollout',
-    'Speed and scheduling of the last rollout, in the main process.',
+    'Speed and scheduling of the last rollout, in the main process; '
+    '`env_restarts` and `env_recycled` are sums over all processes.',
     ('rollout/',),
     (
       Metric('prefill_tokens', 'tokens', 'prompt tokens prefilled'),
@@ -522,8 +540,16 @@ SECTIONS = (
         'tokens',
         'prompt tokens whose keys and values were in the cache',
       ),
-      Metric('prefill_tokens_per_sec', 'tokens/s', 'prefill speed'),
-      Metric('decode_tokens_per_sec', 'tokens/s', 'decode speed'),
+      Metric(
+        'prefill_tokens_per_sec',
+        'tokens/s',
+        'prompt tokens prefilled per second of the whole rollout',
+      ),
+      Metric(
+        'decode_tokens_per_sec',
+        'tokens/s',
+        'tokens sampled per second of the whole rollout',
+      ),
       Metric(
         'slot_occupancy', 'share', 'decode steps of slots that produced a token'
       ),
@@ -545,13 +571,21 @@ SECTIONS = (
       ),
       Metric('env_secs_per_step', 's', 'mean time of an environment step'),
       Metric('env_restarts', 'processes', 'workers restarted since the start'),
-      Metric('env_recycled', 'processes', 'workers replaced on schedule'),
+      Metric(
+        'env_recycled',
+        'processes',
+        'workers replaced since the start for their resets or memory',
+      ),
       Metric(
         'reward_wait_secs',
         's',
         'time in which only `reward.functions` ran',
       ),
-      Metric('compilations', 'programs', 'programs compiled by the sampler'),
+      Metric(
+        'compilations',
+        'programs',
+        'programs compiled by the sampler since the start',
+      ),
     ),
   ),
   Section(
@@ -559,8 +593,14 @@ SECTIONS = (
     'Wall time of the parts of the iteration.',
     ('time/',),
     (
-      Metric('iteration_secs', 's', 'the whole iteration'),
-      Metric('rollout_secs', 's', 'playing the episodes'),
+      Metric(
+        'iteration_secs', 's', 'the whole iteration, except for its checkpoint'
+      ),
+      Metric(
+        'rollout_secs',
+        's',
+        'playing the episodes, and the evaluation if it is inside the rollout',
+      ),
       Metric(
         'continuations_secs', 's', 'playing continuations, if there are any'
       ),
@@ -612,11 +652,12 @@ Every iteration is a line of `metrics.jsonl` in the work directory,
 `metrics.wandb`, in Weights & Biases. A value that is not finite is `null`.
 `rollout/`, `sampler/` and `time/` depend on the machine and its load; all other
 metrics are identical whenever a run is repeated or resumed in float32 on a CPU
+with `loss.old_log_probs=learner`
 ([otherwise](troubleshooting.md#two-runs-of-one-command-differ)).
 
 An environment adds metrics with `StepResult.metrics`. Their means over the
-steps that report them are `train/NAME` and `eval/NAME`, or `train/env_NAME` if
-the name is reserved.
+steps that report them are `train/NAME` and `eval/NAME`, or `train/env_NAME` and
+`eval/env_NAME` if the name is reserved.
 
 `python -m gigpo_jax.tools.metric_list` generates this page.
 """
