@@ -118,7 +118,7 @@ class Critic:
     iteration: int,
     skipped_before: float = 0.0,
   ) -> tuple[learner.TrainState, dict[str, float]]:
-    """Trains for one pass over the rows.
+    """Trains for `learner.epochs` passes over the rows.
 
     Args:
       state: donated.

@@ -87,7 +87,7 @@ class Options:
 
 @dataclasses.dataclass(frozen=True)
 class Imitation:
-  """L_SFT: the negative log-likelihood of each token of the teacher.
+  """L_teacher of imitation: the weighted negative log-likelihood of tokens.
 
   As all of the update, it is that of the policy at `rollout.temperature`;
   sft.py's is at 1.

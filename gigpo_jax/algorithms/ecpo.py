@@ -31,7 +31,7 @@ from gigpo_jax.algorithms import gigpo
 
 @dataclasses.dataclass(frozen=True)
 class Algorithm(gigpo.Algorithm):
-  """A = A_E + step_weight rho A_a.
+  """A = episode_weight A_E + step_weight rho A_a.
 
   Attributes:
     prior_steps: kappa, the number of steps with the anchor's mean return that

@@ -7,7 +7,7 @@ the group. This value replaces G, GiGPO's discounted return from a step, in the
 step advantage A_S. The episode advantage A_E is GiGPO's.
 
 # Differs from the paper: as in the released code, the exponent d does not count
-the step itself; Eq. (4) has d + 1. Values are thus larger by 1 /
+the step itself; Eq. (4) has d + 1. Values are thus larger by the factor 1 /
 graph_discount.
 """
 

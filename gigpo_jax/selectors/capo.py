@@ -1,10 +1,11 @@
 """CAPO (arXiv:2510.00819): drops tokens whose own step is too curved.
 
 Not the CAPO that assigns credit. The model of a step is a softmax regression:
-only the head W changes. For a token y of probabilities p, advantage A and last
-hidden state x, over the temperature, the surrogate is J(W) = A p_W(y) / p(y),
-and a step with the learning rate eta is D = eta dJ/dW = eta A v x^T, with
-v = e_y - p. To second order, J changes by the gain m_H, and the policy by m_F,
+only the head W changes. For a token y that was drawn with probabilities p, with
+the advantage A and the last hidden state x, divided by the temperature, the
+surrogate is J(W) = A p_W(y) / p(y), and a step with the learning rate eta is
+D = eta dJ/dW = eta A v x^T, with v = e_y - p. To second order, J changes by the
+gain m_H, and the policy by m_F,
 
     m_H = g.D + D.H.D / 2 = eta A^2 n s + A (eta A n)^2 (s^2 - c) / 2,
     m_F = D.F.D / 2 = (eta A n s)^2 / 2,

@@ -126,7 +126,7 @@ OPTIONS = {
       Option(
         'loss.kl_target',
         '1909.08593',
-        'weight (1 + clip(KL / target - 1, -.2, .2) n / horizon)',
+        'weight (1 + clip(KL / target - 1, -.2, .2) min(n / horizon, 1))',
       ),
       Option('loss.entropy_weight', _NONE, '- weight H'),
       Option(
@@ -184,7 +184,7 @@ OPTIONS = {
         'a forward pass',
       ),
       Option(
-        'teacher.token_weight', '2508.11408', 'sg(p (1 - p)) per token of L_SFT'
+        'teacher.token_weight', '2508.11408', '-sg(p (1 - p)) log p, or -log p'
       ),
     ),
   ),
@@ -212,7 +212,9 @@ OPTIONS = {
         'learner.epochs', '1707.06347', 'passes over the rows', 'more updates'
       ),
       Option(
-        'optimizer.decay', _NONE, 'final + (1 - final) (1 + cos(pi t)) / 2'
+        'optimizer.decay',
+        _NONE,
+        'final + (1 - final) x, x = 1 - t, or (1 + cos(pi t)) / 2',
       ),
       Option('optimizer.warmup_ratio', _NONE, 'share of decay_updates'),
       Option('optimizer.eps', '1412.6980', 'm / (sqrt(v) + eps)'),
@@ -236,11 +238,15 @@ OPTIONS = {
         '2510.12838',
         'members whose responses begin with each of rollout.prefixes',
       ),
-      Option('tasks.draw=uncertain', _NONE, 'chance of a task ~ p (1 - p)'),
+      Option(
+        'tasks.draw=uncertain',
+        _NONE,
+        'chance of a task: uniform / n + (1 - uniform) x, x ~ p (1 - p)',
+      ),
       Option(
         'tasks.diversity_weight',
         '2509.21268',
-        'VAS: chance of a task ~ (1 - w) p (1 - p) + w diversity',
+        'VAS: x ~ (1 - w) p (1 - p) + w diversity',
       ),
       Option('tasks.draw=stages', '2508.11360', 'task types by iteration'),
       Option(
@@ -267,8 +273,9 @@ _INTRODUCTION = (
   'unseen tasks in `:mini`, mean ± standard error over seeds: at least three '
   'seeds and 500 tasks, or five seeds and 128 tasks of an earlier table. Means '
   'of different numbers of seeds are not comparable; [Results](results.md) '
-  'compares the methods in pairs. – means implemented, not measured. No option '
-  'below the selectors is measured alone.',
+  'compares the methods in pairs. – means implemented, not measured. Of the '
+  'options below the selectors, only [teachers](results.md#teachers) are '
+  'measured alone.',
   'Symbols: E return of an episode, G discounted return from a step, A_E and '
   'A_S episode and step advantage, H entropy, p share of successes, sg no '
   'gradient. The docstrings define the others.',
