@@ -1,7 +1,8 @@
-"""GiGPO on an environment behind an OpenEnv server.
+r"""GiGPO on an environment behind an OpenEnv server.
 
-    python launch/train.py --config=configs/openenv.py --config.model.path=..
-      --config.env.server=http://127.0.0.1:8000 --config.env.task='..'
+    python launch/train.py --config=configs/openenv.py \
+        --config.model.path=.. --config.env.task='..' \
+        --config.env.server=http://127.0.0.1:8000
 
 envs/openenv_env.py documents `config.env`. The policy must know how to call
 tools; any instruct model of Qwen2.5 or Qwen3 does.

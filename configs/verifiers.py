@@ -1,7 +1,7 @@
-"""GiGPO on an environment of the package verifiers: letters, or any other.
+r"""GiGPO on an environment of the package verifiers: letters, or any other.
 
-    python launch/train.py --config=configs/verifiers.py --config.model.path=..
-      --config.env.environment=MODULE
+    python launch/train.py --config=configs/verifiers.py \
+        --config.model.path=.. --config.env.environment=MODULE
 
 On a laptop, make a warm start for envs/verifiers_letters.py, by imitation of an
 expert that takes a random letter in 50 % of its steps, and train it:

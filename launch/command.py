@@ -30,7 +30,7 @@ _WORKDIR = flags.DEFINE_string(
   'workdir',
   None,
   'Work directory; default runs/<config>-<variant>, for launch/sft.py with the '
-  'suffix -sft. A command that trains resumes the run in this folder.',
+  'suffix -sft. launch/train.py and launch/serve.py resume the run in it.',
 )
 
 # Errors that a wrong command line causes.

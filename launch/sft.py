@@ -8,7 +8,8 @@ r"""Trains a policy to imitate an expert, or the episodes of a run.
 The third command imitates the successful episodes of a run. Writes
 WORKDIR/policy, a Hugging Face directory for `--config.model.path`. With
 `--config.sft.init= --config.sft.rounds=3` it samples episodes, trains on the
-successful ones, and repeats that; round N writes WORKDIR/round-N/policy.
+successful ones, and repeats that; round N, from 0, writes
+WORKDIR/round-N/policy.
 """
 
 from launch import interrupt, output
