@@ -144,8 +144,10 @@ OPTIONS = {
     ),
   ),
   'Rewards': (
-    '`gigpo_jax/reward_shaping.py`, `gigpo_jax/reward_functions.py`; golden '
-    'values: `tests/reward_shaping_test.py`, `tests/reward_functions_test.py`',
+    '`gigpo_jax/reward_shaping.py`, `gigpo_jax/reward_functions.py`, '
+    '`gigpo_jax/scored_rewards.py`; golden values: '
+    '`tests/reward_shaping_test.py`, `tests/reward_functions_test.py`, '
+    '`tests/scored_rewards_test.py`',
     (
       Option('reward.kl_weight', '2501.03262', 'r - weight KL', _REFERENCE),
       Option(
@@ -163,6 +165,12 @@ OPTIONS = {
         _NONE,
         'environment_weight r + sum of w_k f_k(episode)',
         'worker processes',
+      ),
+      Option(
+        'reward.scored',
+        _NONE,
+        'r + sum of w_k f_k(exp(mean log p) of texts of f_k)',
+        'a forward pass each',
       ),
     ),
   ),
