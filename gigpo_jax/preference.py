@@ -33,6 +33,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float, Int
+from scipy import special
 
 from gigpo_jax import batch, token_batch
 
@@ -230,7 +231,7 @@ class PairRows:
     sums = signs * ratios.sum(axis=1, dtype=np.float64)
     margins = self.beta * np.bincount(pairs, weights=sums)
     losses = np.logaddexp(0, -margins)
-    slopes = self.beta / (1 + np.exp(margins))
+    slopes = self.beta * special.expit(-margins)
     tokens = np.bincount(pairs, weights=mask.sum(axis=1))
     scale = tokens.mean()  # Tokens of the update by its number of pairs.
     columns = {

@@ -184,6 +184,17 @@ def test_golden_value():
   np.testing.assert_allclose(gradient, expected, atol=1e-6)
 
 
+def test_a_large_margin_teaches_nothing():
+  own = make_pair_rows(tiny_learner.make_rows(2), [(1, 1)], beta=1.0)
+  distance = own.signs[:2, None] * 500.0
+  value, gradient, metrics = loss_and_metrics(
+    own, np.arange(2), (own.ref_log_probs[:2] + distance).astype(np.float32)
+  )
+  assert metrics['preference/margin'] > 709  # exp overflows.
+  assert value == 0
+  np.testing.assert_array_equal(gradient, 0)
+
+
 @pytest.mark.parametrize('seed', range(4))
 def test_columns_match_torch(seed):
   torch = pytest.importorskip('torch')
