@@ -13,7 +13,8 @@ returns a reward per turn, or one number, the reward of the last turn:
 
 A pair of texts (start, rest) is a response of which only the rest counts. The
 texts of an iteration take one forward pass per function, with the shapes of the
-rows' own pass. A text that does not fit into a completion is cut.
+rows' own pass. A text that does not fit into a completion is cut; if nothing of
+it counts then, its probability is NaN, too.
 """
 
 import contextlib
