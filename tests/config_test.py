@@ -656,7 +656,9 @@ def test_names_of_other_trainers_stand_for_fields_that_exist():
   # The table of these names leads to the same fields.
   page = (PROJECT / 'docs' / 'running.md').read_text()
   table = page.partition('## Names in other trainers')[2].partition('\n\n\n')[0]
-  rows = [line.split('|')[1:4] for line in table.splitlines() if '|' in line]
+  rows = [
+    line.split('|')[1:4] for line in table.splitlines() if line[:1] == '|'
+  ]
   for verl_agent, trl, here in rows:
     given = re.findall(r'`([\w.]+)', f'{verl_agent} {trl}')
     fields = re.findall(r'`(\w+\.\w+|num_iterations)', here)

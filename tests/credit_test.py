@@ -33,7 +33,7 @@ def test_cosines_add_the_products_of_groups(credit):
 
 
 def test_table_of_random_walks(credit, monkeypatch, capsys, tmp_path):
-  names = ('gigpo', 'grpo', 'ppo', 'vineppo')
+  names = ('gigpo', 'grpo', 'g2po', 'ppo', 'vineppo')
   known = {name: algorithms.REGISTRY[name] for name in names}
   monkeypatch.setattr(algorithms, 'REGISTRY', known)
   config = keydoor.get_config('tiny')
@@ -72,11 +72,14 @@ def test_table_of_random_walks(credit, monkeypatch, capsys, tmp_path):
     if line.startswith('| ') and 'cosine' not in line
   }
   assert found.keys() == {
-    *('gigpo', 'grpo', 'ppo'),
+    *('gigpo', 'grpo', 'g2po', 'ppo'),
     'gigpo, episode_weight=0',
     'gigpo, discount=1',
     'gigpo, anchor=shuffled',
+    'gigpo, anchor=group',
     'gigpo, anchor=state',
+    'g2po, anchor=shuffled',
+    'g2po, anchor=group',
   }
   assert found['gigpo'] == found['gigpo, anchor=state'] > found['grpo']
   assert found == {
