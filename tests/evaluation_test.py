@@ -222,8 +222,8 @@ def test_results_are_written_before_they_are_shown(tmp_path, monkeypatch):
   monkeypatch.setattr(sys, 'stdout', _ClosedPipe())
   with pytest.raises(BrokenPipeError):
     evaluation.main(alfworld.get_config('smoke'), str(tmp_path))
-  found = sorted(path.name for path in tmp_path.iterdir())
-  assert found == ['evaluation.json', 'evaluation.png']
+  names = sorted(path.name for path in tmp_path.iterdir())
+  assert names == ['evaluation.json', 'evaluation.png']
 
 
 def test_plot_has_labels(tmp_path, monkeypatch):
