@@ -2,9 +2,9 @@
 
     python launch/train.py --config=configs/helpdesk.py --config.model.path=..
 
-On a laptop, make a warm start by imitation and train it:
+On a laptop, train from the included warm start, which imitates an expert that
+makes mistakes (configs/warm_starts/make.sh):
 
-    python launch/sft.py --config=configs/helpdesk.py:tiny
     python launch/train.py --config=configs/helpdesk.py:tiny
 
 Variants, joined by commas: a size (`1.5b`, the default; `tiny` for two CPU
@@ -19,8 +19,9 @@ import ml_collections
 
 from configs import base, sizes, variants
 
-# Learning rates of `:mini`; see sizes.use_mini. They are not tuned.
-RATES = {'gigpo': 1.5e-4}
+# Learning rates of `:mini`; see sizes.use_mini. docs/results/history.md has how
+# they were tuned.
+RATES = {'g2po': 1.5e-4, 'gigpo': 3e-4, 'grpo': 3e-4}
 
 SIZES = ('1.5b', 'tiny', 'mini', 'smoke')
 

@@ -33,7 +33,13 @@ from configs import (
   verifiers,
   webshop,
 )
-from configs.sweeps import ablations, main, tuning_others, tuning_small
+from configs.sweeps import (
+  ablations,
+  held_out,
+  main,
+  tuning_others,
+  tuning_small,
+)
 from configs.sweeps import keydoor as keydoor_sweep
 from configs.sweeps import small as small_sweep
 from envs import base as base_env
@@ -320,7 +326,7 @@ def test_sweeps_keep_the_tuned_learning_rates(sweep):
 
 
 @pytest.mark.parametrize(
-  'sweep', [keydoor_sweep, tuning_others, small_sweep, tuning_small]
+  'sweep', [keydoor_sweep, held_out, tuning_others, small_sweep, tuning_small]
 )
 def test_sweeps_of_other_environments_are_valid(sweep):
   runs = sweep_runs.read(sweep.__file__)

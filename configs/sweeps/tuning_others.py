@@ -10,7 +10,7 @@ seeds and 512 levels, because one seed and 128 tasks selected rates that were
 too high elsewhere. All tasks of gymnasium.py are the same lake, so that only
 the seed differs. Runs there may fail at a rate that one seed selects, so that
 its two best rates have three seeds. ALFWorld with full rooms evaluates 128
-games.
+games, the help desk of held_out.py 256 requests with two seeds.
 """
 
 from configs.sweeps import credit, keydoor, tuning
@@ -52,4 +52,10 @@ RUNS += tuning.runs(
   keydoor.METHODS,
   {'alfworld mini_full': 'valid_seen'},
   fields={'evaluation.num_tasks': 128},
+)
+_REQUESTS = {'seeds': [100, 101], 'fields': {'evaluation.num_tasks': 256}}
+RUNS += tuning.runs(keydoor.METHODS, {'helpdesk': 'valid'}, **_REQUESTS)
+# The largest rate of the three is the best one of these.
+RUNS += tuning.runs(
+  {'gigpo': '', 'grpo': ',grpo'}, {'helpdesk': 'valid'}, [6e-4], **_REQUESTS
 )

@@ -10,8 +10,8 @@ oracle.png and predictions.png in docs/results. It reads
   table only, small.csv and small_tests.csv, from configs/sweeps/small.py, if
   they exist;
 - main.csv, whose effects are drawn where credit_tests.csv has none;
-- carry_over.csv, guard.csv and teachers.csv, from the sweeps of these names,
-  and guard_tests.csv;
+- carry_over.csv, guard.csv, held_out.csv and teachers.csv, from the sweeps of
+  these names, with guard_tests.csv and held_out_tests.csv;
 - keydoor.csv and keydoor_tests.csv, from configs/sweeps/keydoor.py, and
   dial_predictors.json, from benchmarks/predictors.py with that sweep;
 - predictors.json, from benchmarks/predictors.py;
@@ -422,7 +422,9 @@ def dial_block() -> str:
 @functools.cache
 def _predictions() -> tuple[dict[str, dict], dict[str, law.Effect]]:
   """Returns the predicted and the measured effects by setting."""
-  measured = law.read_effects(str(_FOLDER / 'credit.csv'))
+  measured: dict[str, law.Effect] = {}
+  for name in ('credit', 'held_out'):
+    measured |= law.read_effects(str(_FOLDER / f'{name}.csv'))
   return read_json('predictions')['predictions'], measured
 
 
@@ -467,6 +469,9 @@ BLOCKS = {
   'equal_gigpo': equal_gigpo_block,
   'further': further_block,
   'guard': guard_block,
+  'held_out': lambda: credit_table(
+    _tests('held_out'), _evaluations('held_out')
+  ),
   'law': lambda: law.table(*_predictions()),
   'order': order_block,
   'power': lambda: evidence.power_table(_tests(), GIGPO, law.BASELINE),
