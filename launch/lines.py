@@ -70,16 +70,15 @@ def describe(module: str, shared: Sequence[str] = ()) -> str:
 
   Args:
     module: name of the module.
-    shared: names of flags of other modules, which come first.
+    shared: names of flags that come first.
   """
   # absl lists a script's flags under its path.
   key = sys.argv[0] if module == '__main__' else module
   shown = [flags.FLAGS[name] for name in shared]
-  shown += [
-    flag
-    for flag in flags.FLAGS.flags_by_module_dict().get(key, ())
-    if flag not in shown
-  ]
+  for name, defined in flags.FLAGS.flags_by_module_dict().items():
+    # A command may have the flags of another, as serve.py those of train.py.
+    if name == key or name.startswith('launch.'):
+      shown += [flag for flag in defined if flag not in shown]
   listed = [(sys.modules[module].__doc__ or '').strip(), '\nFlags:']
   for flag in shown:
     default = '' if flag.default in (None, '', []) else f' ({flag.default})'

@@ -4,7 +4,7 @@ r"""Trains a policy on episodes that an agent harness plays over HTTP.
 
 The harness asks for an episode, plays it with OpenAI's chat completions and
 sends a reward; docs/endpoint.md describes the requests. Rerun a command to
-resume its run. All flags of launch/train.py are accepted, too.
+resume its run.
 """
 
 from launch import interrupt, output

@@ -5,6 +5,7 @@ import json
 import os
 import pathlib
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -249,6 +250,24 @@ def test_results_stay_if_folders_are_cleaned_up(tmp_path, capsys):
   # But a copy of the tables has them.
   assert sweep_table.read(tmp_path / 'list.csv.bak') == contents[0]
   assert (tmp_path / 'list_tests.csv.bak').read_text() == contents[1]
+
+
+def test_files_are_written_before_results_are_printed(tmp_path):
+  runs = [dataclasses.replace(run, test=(('seed', 0),)) for run in RUNS]
+  file = tmp_path / 'list.py'
+  entries = [_entry(run) | {'test': dict(run.test)} for run in runs]
+  file.write_text(f'RUNS = {entries}')
+  _write_tested(runs, tmp_path)
+  flags = f'--sweep={file}', '--gather', f'--workdir={tmp_path}'
+  reader, writer = os.pipe()
+  os.close(reader)
+  done = _command(*flags, stdout=writer)
+  os.close(writer)
+  assert (done.returncode, done.stderr) == (128 + signal.SIGPIPE, '')
+  written = {path.name for path in tmp_path.glob('list[._]*')}
+  axes = ('env_steps', 'tokens', 'iteration')
+  curves = {f'list_alfworld_by_{x}.png' for x in axes}
+  assert written == {'list.py', 'list.csv', 'list_tests.csv'} | curves
 
 
 def test_a_changed_test_is_repeated(tmp_path):
@@ -792,11 +811,14 @@ def test_invalid_configs_of_runs_are_refused(tmp_path, text, message):
     sweep_runs.Run('a', str(path), 0).load()
 
 
-def _command(*flags: str) -> subprocess.CompletedProcess:
+def _command(
+  *flags: str, stdout: int = subprocess.PIPE
+) -> subprocess.CompletedProcess:
   return subprocess.run(
     [sys.executable, 'launch/sweep.py', *flags],
     cwd=PROJECT,
-    capture_output=True,
+    stdout=stdout,
+    stderr=subprocess.PIPE,
     text=True,
     check=False,
   )

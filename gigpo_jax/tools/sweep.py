@@ -349,13 +349,12 @@ def main(
     print(f'{lost[0]} runs and {lost[1]} tests of {table} are left out')
     _back_up(table)
   finished = {run.key for run in (*evaluated, *tested)}
-  print(f'{len(finished)} of {len(runs)} runs are finished')
   lines = [line for lines in stored.values() for line in lines]
-  _report(
-    gather(evaluated, root, table.stem, lines),
-    outcomes.group(gather_tests(tested, root, table.stem, [*tests.values()])),
-    table,
-  )
+  evaluations = gather(evaluated, root, table.stem, lines)
+  results = gather_tests(tested, root, table.stem, [*tests.values()])
+  _draw(evaluations, table)
+  print(f'{len(finished)} of {len(runs)} runs are finished')
+  _report(evaluations, outcomes.group(results), table)
   return int(bool(failed))
 
 
@@ -425,28 +424,37 @@ def _back_up(table: pathlib.Path) -> None:
       print(f'the earlier {path.name} is kept: {files.back_up(path)}')
 
 
+def _draw(evaluations: Sequence[dict], table: pathlib.Path) -> None:
+  """Draws learning curves, by experiment, next to the CSV `table`."""
+  for experiment in dict.fromkeys(line['experiment'] for line in evaluations):
+    part = _of_experiment(evaluations, experiment)
+    for x in sweep_table.AXES:
+      name = f'{table.stem}_{experiment}_by_{x.rpartition("/")[2]}.png'
+      path = table.with_name(sweep_runs.file_name(name))
+      sweep_table.draw(part, path, x=x)
+
+
 def _report(
   evaluations: Sequence[dict],
   tests: Mapping[str, outcomes.Results],
   table: pathlib.Path,
 ) -> None:
-  """Prints the results and draws learning curves.
+  """Prints the results.
 
   Args:
     evaluations: rows of `sweep_table.read`.
     tests: results of tests by experiment.
-    table: the CSV, next to which the curves are drawn.
+    table: the CSV.
   """
   evaluated = [line['experiment'] for line in evaluations]
   for experiment in dict.fromkeys((*evaluated, *tests)):
     print(f'\n{experiment}')
-    part = [line for line in evaluations if line['experiment'] == experiment]
-    if part:
+    if part := _of_experiment(evaluations, experiment):
       print(f'\n{sweep_table.table(part)}')
     if experiment in tests:
       print(f'\n{paired.table(tests[experiment])}')
-    for x in sweep_table.AXES if part else ():
-      name = f'{table.stem}_{experiment}_by_{x.rpartition("/")[2]}.png'
-      path = table.with_name(sweep_runs.file_name(name))
-      sweep_table.draw(part, path, x=x)
   print(f'\n{table}')
+
+
+def _of_experiment(evaluations: Sequence[dict], experiment: str) -> list[dict]:
+  return [line for line in evaluations if line['experiment'] == experiment]
