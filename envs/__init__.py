@@ -411,9 +411,8 @@ def _response(text: str) -> str:
 
 def _is_explained(error: Exception) -> bool:
   """Returns whether an error names the field that is wrong."""
-  return isinstance(error, ValueError) and bool(
-    re.match(r'[\w.]+=', str(error))
-  )
+  types = ValueError, ConnectionError, TimeoutError
+  return isinstance(error, types) and bool(re.match(r'[\w.]+=', str(error)))
 
 
 @contextlib.contextmanager
@@ -432,7 +431,7 @@ def explain_errors(field: str, call: str, expected: str) -> Iterator[None]:
     yield
   except Exception as error:  # A module may raise anything.
     if _is_explained(error):
-      raise
+      raise ValueError(str(error)) from error
     # Imported here, because it imports this package.
     from envs import worker
 

@@ -10,6 +10,7 @@ the demonstrator, for the warm start of a tiny policy, needs nothing.
 
 import argparse
 import json
+import sys
 from typing import Any
 
 import numpy as np
@@ -91,9 +92,13 @@ def make_app() -> Any:
 
 def serve(port: int) -> None:
   """Serves on the loopback address."""
-  import uvicorn
+  try:
+    import uvicorn
 
-  uvicorn.run(make_app(), port=port, log_level='warning')
+    app = make_app()
+  except ImportError as error:
+    sys.exit(f'{error.name} is not installed; run pip install openenv-core')
+  uvicorn.run(app, port=port, log_level='warning')
 
 
 if __name__ == '__main__':

@@ -151,6 +151,8 @@ class Connection:
       exceptions.WebSocketException,
     ) as error:
       reason = messages.to_line(str(error))[:300] or type(error).__name__
+      if isinstance(error, (ConnectionRefusedError, httpx.ConnectError)):
+        reason += '; must be the address of a running server'
       raise ConnectionError(
         f'env.server={self._server}: {request}: {reason}'
       ) from error

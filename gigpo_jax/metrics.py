@@ -20,6 +20,7 @@ from gigpo_jax import deprecated, reward_functions, row_stats, trajectory
 from gigpo_jax.runtime import console, errors, files
 from gigpo_jax.tools import plots
 
+CURVE = 'learning_curve.png'
 _FILE, _WANDB_RUN_ID = 'metrics.jsonl', 'wandb_run_id'
 
 # Metrics with these prefixes depend on timing and on which requests are decoded
@@ -553,7 +554,7 @@ def plot(
     published: published success rates in [0, 1] to compare with, by label.
   """
   lines = read(workdir)
-  path = str(pathlib.Path(workdir) / 'learning_curve.png')
+  path = str(pathlib.Path(workdir) / CURVE)
   with plots.image(path, figsize=(7, 4)) as (_, axes):
     _draw(axes, lines, 'train/success_rate', '-', '0.6', 'training episodes')
     name, color = 'evaluation', 'tab:blue'
@@ -597,4 +598,5 @@ def _draw(
 ) -> None:
   x, y = _series(lines, name)
   if x:
-    axes.plot(x, y, style, color=color, label=label)
+    # A line of one point would not be visible.
+    axes.plot(x, y, style if len(x) > 1 else 'o', color=color, label=label)

@@ -111,6 +111,13 @@ def train(
     allow_config_change=allow_config_change,
     has_harness=open_pool is not None,
   )
+  if not allow_config_change and run_builders.is_finished(config, workdir):
+    print(
+      f'{workdir}: finished; a larger num_iterations continues the run, '
+      'launch/evaluate.py evaluates its policy',
+      flush=True,
+    )
+    return
   open_pool = open_pool or builders.open_pool
 
   def save_config() -> None:

@@ -1,5 +1,6 @@
 """Tests of metrics: intervals, summaries, the file across a kill, the plot."""
 
+import contextlib
 import dataclasses
 import inspect
 import json
@@ -12,11 +13,13 @@ import types
 
 import numpy as np
 import pytest
+from matplotlib import figure
 from tensorboardX.proto import event_pb2
 
 from envs import base
 from gigpo_jax import evaluation, metrics, trajectory
 from gigpo_jax.runtime import errors
+from gigpo_jax.tools import plots
 
 
 def test_wilson_by_hand():
@@ -206,6 +209,23 @@ def test_plot_is_a_png(tmp_path):
   writer.close()
   with open(metrics.plot(str(tmp_path)), 'rb') as file:
     assert file.read(8) == b'\x89PNG\r\n\x1a\n'
+
+
+def test_a_plot_shows_a_single_point(tmp_path, monkeypatch):
+  axes = figure.Figure().subplots()
+
+  @contextlib.contextmanager
+  def image(*args, **kwargs):
+    yield None, axes
+
+  monkeypatch.setattr(plots, 'image', image)
+  writer = metrics.Writer(str(tmp_path))
+  writer.write(0, {'train/success_rate': 0.3})
+  writer.close()
+  metrics.plot(tmp_path)
+  (line,) = axes.lines
+  np.testing.assert_allclose(line.get_xydata(), [[0, 30]])
+  assert line.get_marker() == 'o'
 
 
 def test_console_line_of_an_evaluation():

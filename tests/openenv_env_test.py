@@ -172,9 +172,16 @@ def test_a_server_that_does_not_start_or_lies_is_one_line():
   with socket.socket() as free:
     free.bind(('127.0.0.1', 0))
     port = free.getsockname()[1]
-  env = envs.make('openenv', server=f'http://127.0.0.1:{port}')
-  with pytest.raises(ConnectionError, match='schema: .*refused'):
+  env = envs.make(
+    'openenv',
+    server=f'http://127.0.0.1:{port}',
+    demonstrator=f'{__name__}:guess_high',
+  )
+  expected = r'env.server=.*: schema: .*refused; must be .* a running server'
+  with pytest.raises(ConnectionError, match=f'^{expected}$'):
     env.reset(TASK)
+  with pytest.raises(ValueError, match=f'^{expected}$'):
+    envs.demonstrate('openenv', env, TASK, noise=0.0, seed=0)
   for schema, message in (
     ('words', 'schema: the schema of an action is no JSON object'),
     ({'properties': 3}, 'tool act: no JSON schema'),

@@ -126,6 +126,16 @@ def test_an_evaluation_inside_the_rollout_has_the_same_metrics(
   assert 'time/evaluation_secs' in json.loads(last)
 
 
+def test_a_finished_run_is_left_as_it_is(uninterrupted):
+  workdir, _ = uninterrupted
+  written = {p: p.stat().st_mtime_ns for p in workdir.rglob('*')}
+  assert preloaded.run(small_runs.small(workdir)) == (
+    f'{workdir}: finished; a larger num_iterations continues the run, '
+    'launch/evaluate.py evaluates its policy\n'
+  )
+  assert written == {p: p.stat().st_mtime_ns for p in workdir.rglob('*')}
+
+
 def test_nothing_is_trained_but_sampled_tokens(uninterrupted):
   workdir, _ = uninterrupted
   for line in small_runs.read_lines(workdir)[:3]:

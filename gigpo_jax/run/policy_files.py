@@ -7,6 +7,7 @@ import pathlib
 from collections.abc import Sequence
 from typing import Any
 
+from gigpo_jax import metrics
 from gigpo_jax.models import huggingface, lora
 from gigpo_jax.run import model_builders, run_config
 from gigpo_jax.runtime import distributed, files
@@ -28,6 +29,28 @@ def iterations(policy: pathlib.Path) -> int | None:
   except ValueError:  # Missing or damaged.
     return None
   return stored if isinstance(stored, int) else None
+
+
+def is_finished(folder: pathlib.Path, num_iterations: int) -> bool:
+  """Returns whether a run has metrics of all iterations, and its policy.
+
+  Args:
+    folder: its work directory.
+    num_iterations: number of its iterations.
+  """
+  lines = metrics.read(folder)
+  # Agents with adapters of their own have a policy each.
+  policies = list((folder / 'policy').glob('**/config.json'))
+  if not lines or not policies:
+    return False
+  if lines[-1]['iteration'] < num_iterations - 1:
+    return False
+  # A finished run can be resumed with more iterations, and then be killed
+  # before it writes its policy again.
+  trained = iterations(folder / 'policy')
+  if trained is None:  # Of an earlier release.
+    return not any(metrics.is_older(path, folder) for path in policies)
+  return trained >= num_iterations
 
 
 def check_export(export: str, checkpoints: Sequence[str]) -> None:

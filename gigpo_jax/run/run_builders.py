@@ -111,6 +111,17 @@ def check_run(
   return inputs
 
 
+def is_finished(config: ml_collections.ConfigDict, workdir: str) -> bool:
+  """Returns whether the run of a config has nothing left to write."""
+  folder = pathlib.Path(workdir)
+  curve = folder / metrics.CURVE  # Written last.
+  return (
+    policy_files.is_finished(folder, config.num_iterations)
+    and curve.exists()
+    and not metrics.is_older(curve, folder)
+  )
+
+
 def describe_inputs(config: ml_collections.ConfigDict) -> dict[str, str]:
   """Returns texts that distinguish what a run reads apart from its config."""
   inputs = model_builders.describe_files(config)

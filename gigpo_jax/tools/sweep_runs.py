@@ -307,19 +307,7 @@ def finished(run: Run, root: pathlib.Path) -> bool:
   folder, config = root / run.folder, run.load()
   advice = 'give the run another name in the sweep, or move the folder'
   run_config.check_resume(config, str(folder), advice=advice)
-  lines = metrics.read(folder)
-  # Agents with adapters of their own have a policy each.
-  policies = list((folder / 'policy').glob('**/config.json'))
-  if not lines or not policies:
-    return False
-  if lines[-1]['iteration'] < config.num_iterations - 1:
-    return False
-  # A finished run can be resumed with more iterations, and then be killed
-  # before it writes its policy again.
-  trained = policy_files.iterations(folder / 'policy')
-  if trained is None:  # Of an earlier release.
-    return not any(metrics.is_older(path, folder) for path in policies)
-  return trained >= config.num_iterations
+  return policy_files.is_finished(folder, config.num_iterations)
 
 
 def read_test(run: Run, root: pathlib.Path) -> dict[str, list[bool]] | None:

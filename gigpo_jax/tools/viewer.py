@@ -488,6 +488,13 @@ def _may_replace(path: pathlib.Path) -> bool:
   return not start or _GENERATOR in start
 
 
+class _QuietHandler(serving.WSGIRequestHandler):
+  """Handles requests without a log line for each."""
+
+  def log_request(self, *args: object) -> None:
+    """Writes nothing."""
+
+
 def serve(
   workdir: str | pathlib.Path, host: str, port: int, names: Sequence[str] = ()
 ) -> None:
@@ -511,6 +518,7 @@ def serve(
       port,
       application(workdir, (host, *names)),
       threaded=True,
+      request_handler=_QuietHandler,
       fd=listening.fileno(),
     )
   print(web.url(host, port), flush=True)
