@@ -103,6 +103,47 @@ def test_plain_attention_by_hand():
     np.testing.assert_allclose(output[1, 0, 4], expected, atol=2e-6)
 
 
+@pytest.mark.parametrize('window', [0, 3])
+def test_each_query_attends_up_to_its_own_position(window):
+  q, stack = _inputs(size=16, length=64)
+  queries = np.concatenate([q, -q], axis=1)
+  positions = np.array([[0, 9], [5, 6], [63, 40]])
+  # A kernel is for one query per row.
+  outputs = _attend(
+    queries, stack, positions, implementation='triton', window=window
+  )
+  for n in (0, 1):
+    each = slice(n, n + 1)
+    alone = _attend(queries[:, each], stack, positions[:, each], window=window)
+    np.testing.assert_allclose(outputs[:, each], alone, rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize('kernel', ['xla', 'triton'])
+def test_products_of_bfloat16_are_summed_in_float32(kernel):
+  q, stack = _inputs(size=16, dtype='bfloat16')
+  # Scores of 64.25, 64, 64, ..; in bfloat16, the product 257 would be 256.
+  k = jnp.full_like(stack['k'], 16).at[..., 0, 0].set(17)
+  v = jnp.zeros_like(stack['v']).at[..., 0, :].set(1)
+  positions = [[1], [1], [256]]
+  output = _attend_by(kernel, jnp.ones_like(q), {'k': k, 'v': v}, positions)
+  first = np.exp(0.25)
+  np.testing.assert_allclose(output[0], first / (first + 1), rtol=2**-8)
+  # The mean of 257 ones; in bfloat16, their sum would be 256.
+  stack = {'k': jnp.zeros_like(k), 'v': jnp.ones_like(v)}
+  output = _attend_by(kernel, q, stack, positions)
+  np.testing.assert_array_equal(output, np.ones_like(output))
+
+
+@pytest.mark.parametrize('kernel', ['xla', 'triton'])
+def test_attention_with_low_scores_only(kernel):
+  q, stack = _inputs(size=16)
+  # All scores are -400, and e^-400 would be 0.
+  stack |= {'k': jnp.full_like(stack['k'], -100)}
+  output = _attend_by(kernel, jnp.ones_like(q), stack, [[0], [1], [2]])
+  expected = np.asarray(stack['v'])[1, 2, :, :3].mean(axis=1)
+  np.testing.assert_allclose(output[2, 0, ::3], expected, atol=2e-6)
+
+
 def test_a_kernels_row_depends_neither_on_other_rows_nor_on_the_length():
   q, stack = _inputs(size=16)
   short = {
@@ -319,10 +360,22 @@ def test_parts_of_a_long_cache_add_up(monkeypatch):
   )
 
 
+def test_parts_of_bfloat16_are_rounded_once(monkeypatch):
+  monkeypatch.setattr(decode_attention, '_PART', 256)
+  q, stack = _inputs(size=16, dtype='bfloat16')
+  k, v = (jnp.zeros_like(stack[name]) for name in 'kv')
+  # The parts have the means 1 + 2^-8 and 1 + 2^-7, together 1 + 3/4 * 2^-7. If
+  # the first were rounded to 1, the result would be 1, too.
+  v = v.at[..., :128, :].set(1).at[..., 128:, :].set(1 + 2**-7)
+  output = _attend_by('triton', q, {'k': k, 'v': v}, [[511]] * 3)
+  np.testing.assert_array_equal(output, np.full_like(output, 1 + 2**-7))
+
+
 @pytest.mark.parametrize(
   ('arguments', 'expected'),
   [
     (('gpu', 'bfloat16', 128), 'triton'),
+    (('gpu', 'bfloat16', 128, 7.5), 'xla'),
     (('gpu', 'bfloat16', 80), 'xla'),
     (('gpu', 'bfloat16', 128, 9.0, 4096), 'xla'),
     (('gpu', 'float32', 128), 'xla'),
