@@ -480,6 +480,30 @@ def test_norms_of_heads_are_not_quantized():
   ]
 
 
+def test_bfloat16_weights_are_quantized_in_float32():
+  half = dataclasses.replace(TINY, dtype='bfloat16', tie_embeddings=False)
+  params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), _params(half))
+  quantized = quantization.quantize(half, params)
+  for name in ('embed', 'unembed'):
+    exact = np.asarray(params[name], np.float32)
+    scale = quantized[name + quantization.SCALE]
+    assert quantized[name].dtype == jnp.int8 and scale.dtype == jnp.float32
+    # One scale for each token; half a step of rounding.
+    largest = np.abs(exact).max(axis=1, keepdims=True)
+    np.testing.assert_allclose(127 * scale, largest, rtol=1e-6)
+    assert (np.abs(quantized[name] * scale - exact) <= 0.5001 * scale).all()
+
+
+def test_inference_computes_in_the_compute_type():
+  half = dataclasses.replace(TINY, dtype='bfloat16')
+  quantized = quantization.quantize(half, _params(half))
+  assert quantized['norm'].dtype == jnp.bfloat16
+  embed, scale = quantized['embed'], quantized['embed_scale']
+  for array, scales in ((embed, scale), (scale, None)):
+    matrix = quantization.dequantize(array, scales, jnp.bfloat16)
+    assert matrix.dtype == jnp.bfloat16
+
+
 def test_transposed_logits_of_a_large_vocabulary_are_the_same(monkeypatch):
   params = _params(TINY)
   hidden = jax.random.normal(jax.random.key(2), (5, 1, 32))
