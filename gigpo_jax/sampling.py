@@ -221,7 +221,7 @@ def truncate(
   b, v = scaled_BV.shape
   scaled_BV = jnp.where(usable_BV, scaled_BV, _MASKED)
   order_BV = _as_integer(scaled_BV)
-  k_B = jnp.where(top_k_B > 0, jnp.minimum(top_k_B, v), v)
+  k_B = jnp.where(top_k_B > 0, top_k_B, v)
   # Fewer than k logits are larger than the k-th largest.
   kth_B = _smallest_true(
     lambda at_B1: jnp.sum(order_BV > at_B1, axis=-1) < k_B, b

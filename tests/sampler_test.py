@@ -457,15 +457,27 @@ def test_unusable_arguments_are_refused(field, value):
   ('field', 'value'),
   [
     ('temperature', -1.0),
+    ('temperature', 0.0009),
+    ('temperature', float('inf')),
     ('temperature', float('nan')),
     ('top_p', 0.0),
+    ('top_p', 1.5),
     ('top_k', -1),
+    ('min_p', -0.5),
     ('min_p', 1.5),
   ],
 )
 def test_unusable_options_of_sampling_are_refused(field, value):
   with pytest.raises(ValueError, match=f'{field}={value}: '):
     sampler.Sampling(**{field: value})
+
+
+@pytest.mark.parametrize(
+  ('field', 'value'),
+  [('temperature', 0.001), ('top_p', 1.0), ('min_p', 0.0), ('min_p', 1.0)],
+)
+def test_limits_of_the_options_of_sampling_are_accepted(field, value):
+  assert getattr(sampler.Sampling(**{field: value}), field) == value
 
 
 def test_an_unknown_reuse_is_refused():

@@ -7,12 +7,14 @@ import pytest
 from gigpo_jax import sampling
 
 _sample = jax.jit(
-  sampling.sample_tokens, static_argnames=('vocab_size', 'truncated')
+  sampling.sample_tokens,
+  static_argnames=('vocab_size', 'truncated', 'greedy'),
 )
 
 
 @pytest.mark.parametrize('top_k', [0, 3])
-def test_static_truncation_does_not_change_tokens(top_k):
+def test_static_options_do_not_change_tokens(top_k):
+  # One row is greedy; two rows may use top-k.
   logits = jax.random.normal(jax.random.key(0), (4, 30))
   floats = np.array([[1, 1, 0], [0, 1, 0], [0.5, 1, 0], [2, 1, 0]], np.float32)
   results = [
@@ -20,15 +22,42 @@ def test_static_truncation_does_not_change_tokens(top_k):
       jax.random.split(jax.random.key(1), 4),
       np.arange(4),
       floats,
-      np.full(4, top_k),
+      np.array([top_k, 0, 0, top_k]),
       logits,
       vocab_size=29,
       truncated=truncated,
+      greedy=greedy,
     )
-    for truncated in (None, top_k > 0)
+    for truncated, greedy in ((None, None), (top_k > 0, True))
   ]
   for expected, actual in zip(*results, strict=True):
     np.testing.assert_array_equal(expected, actual)
+
+
+def test_keys_fold_in_each_integer_of_the_stream_in_order():
+  streams = np.uint32([[0, 1, 2, 3, 4], [0, 1, 2, 4, 3], [5, 0, 2, 2**31, 3]])
+  keys = sampling.row_keys(np.uint32(7), streams)
+  for key, stream in zip(keys, streams, strict=True):
+    expected = jax.random.key(7)
+    for integer in stream:
+      expected = jax.random.fold_in(expected, integer)
+    assert key == expected
+  assert keys[0] != keys[1]
+
+
+def test_the_smallest_temperature_is_not_greedy():
+  # Divided by the temperature, the logits are 0 and 1.
+  ids, log_probs, _ = _sample(
+    jax.random.split(jax.random.key(0), 32),
+    np.zeros(32, np.int32),
+    np.tile(np.float32([sampling.MIN_TEMPERATURE, 1, 0]), (32, 1)),
+    np.zeros(32, np.int32),
+    np.tile(np.float32([0, 1e-3]), (32, 1)),
+    vocab_size=2,
+  )
+  assert set(ids.tolist()) == {0, 1}
+  expected = np.where(ids == 1, 0, -1) - np.log1p(np.exp(-1.0))
+  np.testing.assert_allclose(log_probs, expected, atol=1e-6)
 
 
 def _truncated_by_sorting(logits, top_k, top_p, min_p):
