@@ -298,4 +298,4 @@ def _by_paged(q_B1HE, layer, positions_B, k_NBKES, v_NBKSE) -> jax.Array:
     (first_I[:, None] + jnp.arange(per_row)).astype(jnp.int32),
     pages_per_compute_block=1,
   )
-  return out_IQE.reshape(q_B1HE.shape)
+  return out_IQE.astype(q_B1HE.dtype).reshape(q_B1HE.shape)
