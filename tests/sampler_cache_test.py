@@ -3,26 +3,16 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import tiny_learner
 
 from gigpo_jax import mesh as mesh_lib
-from gigpo_jax.models import qwen
 from gigpo_jax.programs import sampler_cache
-
-MODEL = qwen.QwenConfig(
-  vocab_size=8,
-  hidden_size=8,
-  intermediate_size=8,
-  num_layers=1,
-  num_heads=1,
-  num_kv_heads=1,
-  head_dim=8,
-)
 
 
 class Programs:
   """Moves rows of one number per position."""
 
-  model = MODEL
+  model = tiny_learner.CONFIG
 
   def new_slots(self, rows: int, length: int) -> jax.Array:
     return jnp.zeros((rows, length))

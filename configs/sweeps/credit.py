@@ -110,22 +110,31 @@ def config_of(env: str, word: str) -> str:
   return f'configs/{CONFIGS.get(env, f"{env}.py:mini")}{word}'
 
 
-# Seed by seed, so that an interrupted sweep has complete pairs.
+def runs_of(env: str, name: str, test: dict) -> list[dict]:
+  """Returns a run for each seed of a method in an environment."""
+  word, overrides = METHODS[name]
+  return [
+    {
+      'experiment': env,
+      'name': name,
+      'config': config_of(env, word),
+      'seed': seed,
+      'overrides': overrides,
+      'test': test,
+    }
+    for seed in range(SEEDS.get((env, name), SEEDS.get(name, 5)))
+  ]
+
+
 RUNS = [
-  {
-    'experiment': env,
-    'name': name,
-    'config': config_of(env, word),
-    'seed': seed,
-    'overrides': overrides,
-    'test': test,
-  }
-  for seed in range(max(SEEDS.values()))
+  run
   for env, test in ENVIRONMENTS.items()
-  for name, (word, overrides) in METHODS.items()
-  if seed < SEEDS.get((env, name), SEEDS.get(name, 5))
-  and env in RUNS_IN.get(name, _MANY)
+  for name in METHODS
+  if env in RUNS_IN.get(name, _MANY)
+  for run in runs_of(env, name, test)
 ]
+# Seed by seed, so that an interrupted sweep has complete pairs.
+RUNS.sort(key=lambda run: run['seed'])
 RUNS += [
   {
     'name': 'grpo at matched kl',

@@ -12,24 +12,12 @@ the runs (docs/results/history.md).
 
 from configs.sweeps import credit
 
-# Number of seeds, as in credit.py.
-METHODS = {
-  'grpo': 10,
-  'gigpo': 10,
-  'gigpo shuffled': 10,
-  'g2po': 10,
-  'g2po shuffled': 5,
-}
-_ENV = 'helpdesk'
+METHODS = ('grpo', 'gigpo', 'gigpo shuffled', 'g2po', 'g2po shuffled')
+
+# With as many seeds as in credit.py.
 RUNS = [
-  {
-    'name': name,
-    'config': credit.config_of(_ENV, credit.METHODS[name][0]),
-    'seed': seed,
-    'overrides': credit.METHODS[name][1],
-    'test': {'evaluation.num_tasks': 512},
-  }
-  for seed in range(max(METHODS.values()))
-  for name, seeds in METHODS.items()
-  if seed < seeds
+  run
+  for name in METHODS
+  for run in credit.runs_of('helpdesk', name, {'evaluation.num_tasks': 512})
 ]
+RUNS.sort(key=lambda run: run['seed'])
