@@ -1,21 +1,25 @@
-"""Ctrl-C ends a command at once, in one line, with status 130."""
+"""Ctrl-C and SIGTERM end a command at once, in one line.
+
+The status is 130 or 143, as in a shell.
+"""
 
 import contextlib
 import os
 import signal
 import sys
+import types
 from collections.abc import Callable, Iterator
 from typing import NoReturn
 
 from gigpo_jax.runtime import signals
 
-_STATUS = 130
-# Returns the text after `interrupted`.
+_WORDS = {signal.SIGINT: 'interrupted', signal.SIGTERM: 'terminated'}
+# Returns the text after the word.
 _outlook: list[Callable[[], str]] = [lambda: 'nothing was started']
 
 
 def set_outlook(outlook: Callable[[], str]) -> None:
-  """Sets the text after `interrupted`: how the command can be resumed.
+  """Sets the text after the word: how the command can be resumed.
 
   Args:
     outlook: returns the text; called in another thread.
@@ -25,28 +29,47 @@ def set_outlook(outlook: Callable[[], str]) -> None:
 
 @contextlib.contextmanager
 def handle() -> Iterator[None]:
-  """Handles Ctrl-C within the context, also during a compilation.
+  """Handles Ctrl-C and SIGTERM within the context, also during a compilation.
 
-  A run loses nothing, because it writes its files atomically.
+  A run loses nothing, because it writes its files atomically. A command may
+  set a handler of its own, as training does for SIGTERM.
   """
   try:
-    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # In the background.
+    with contextlib.ExitStack() as stack:
+      for number in _WORDS:
+        # A command in the background ignores Ctrl-C.
+        if signal.getsignal(number) != signal.SIG_IGN:
+          stack.enter_context(_listen(number))
       yield
-      return
-    # Another thread ends the process, because the main thread may be busy.
-    signal.signal(signal.SIGINT, lambda *_: None)
-    try:
-      with signals.listen(signal.SIGINT, _end):
-        yield
-    finally:
-      signal.signal(signal.SIGINT, signal.SIG_DFL)
   except KeyboardInterrupt:
-    _end()
+    _end(signal.SIGINT)
 
 
-def _end() -> NoReturn:
+@contextlib.contextmanager
+def _listen(number: int) -> Iterator[None]:
+  """Ends the process when a signal arrives."""
+
+  def end() -> None:
+    if signal.getsignal(number) is _do_nothing:
+      _end(number)
+
+  signal.signal(number, _do_nothing)
+  try:
+    # Another thread ends the process, because the main thread may be busy.
+    with signals.listen(number, end):
+      yield
+  finally:
+    signal.signal(number, signal.SIG_DFL)
+
+
+def _do_nothing(number: int, frame: types.FrameType | None) -> None:
+  del number, frame
+
+
+def _end(number: int) -> NoReturn:
   # Clear the line of a progress bar.
   clear = '\r\x1b[K' if sys.stderr.isatty() else ''
   with contextlib.suppress(OSError):
-    os.write(2, f'{clear}interrupted; {_outlook[0]()}\n'.encode())
-  os._exit(_STATUS)
+    text = f'{clear}{_WORDS[number]}; {_outlook[0]()}\n'
+    os.write(2, text.encode())
+  os._exit(128 + number)

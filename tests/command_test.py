@@ -265,33 +265,59 @@ def test_a_used_port_suggests_port_zero(tmp_path):
 
 
 _BUSY = """
-import hashlib, os, signal
+import hashlib, os, signal, sys
 from launch import interrupt
 # A background process of a shell inherits an ignored signal.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 with interrupt.handle():
   interrupt.set_outlook(lambda: 'the same command resumes after iteration 12')
-  os.kill(os.getpid(), signal.SIGINT)
+  os.kill(os.getpid(), int(sys.argv[1]))
   # This call delays Python's signal handlers, as a compilation does.
   hashlib.pbkdf2_hmac('sha256', b'', b'', 10**9)
 """
 
 
-def test_an_interrupt_does_not_wait_for_a_running_call():
+@pytest.mark.parametrize(
+  'number, status, word',
+  [(signal.SIGINT, 130, 'interrupted'), (signal.SIGTERM, 143, 'terminated')],
+)
+def test_a_signal_does_not_wait_for_a_running_call(number, status, word):
   start = time.monotonic()
   done = subprocess.run(
-    [sys.executable, '-c', _BUSY],
+    [sys.executable, '-c', _BUSY, str(number.value)],
     cwd=PROJECT,
     capture_output=True,
     text=True,
     check=False,
     timeout=300,
   )
-  assert done.returncode == 130
+  assert done.returncode == status
   assert done.stderr == (
-    'interrupted; the same command resumes after iteration 12\n'
+    f'{word}; the same command resumes after iteration 12\n'
   )
   assert time.monotonic() - start < 60
+
+
+_OWN_HANDLER = """
+import os, signal, sys, time
+from launch import interrupt
+with interrupt.handle():
+  signal.signal(signal.SIGTERM, lambda *_: sys.exit(5))
+  os.kill(os.getpid(), signal.SIGTERM)
+  time.sleep(60)
+"""
+
+
+def test_a_command_may_handle_sigterm_itself():
+  done = subprocess.run(
+    [sys.executable, '-c', _OWN_HANDLER],
+    cwd=PROJECT,
+    capture_output=True,
+    text=True,
+    check=False,
+    timeout=300,
+  )
+  assert (done.returncode, done.stderr) == (5, '')
 
 
 _IMPORTING = """
