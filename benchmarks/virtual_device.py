@@ -38,6 +38,7 @@ _IN_USE, _IS_NEW, _POSITION, _LIMIT = map(
   sampler_programs.INTEGERS.index, ('in_use', 'is_new', 'position', 'limit')
 )
 _STATE_SIZE = len(sampler_programs.STATE)
+_ACTIVE, _COUNT = map(sampler_programs.STATE.index, ('active', 'count'))
 
 # Rows and length, and the fields of STATE.
 Slots = tuple[tuple[int, int], np.ndarray]
@@ -213,8 +214,8 @@ class Programs:
     integers_BX, state_BX = np.asarray(integers_BX), np.asarray(state_BX)
     in_use_B = integers_BX[:, _IN_USE] > 0
     is_new_B = integers_BX[:, _IS_NEW] > 0
-    active_B = in_use_B & ((state_BX[:, 0] > 0) | is_new_B)
-    count_B = np.where(is_new_B, 0, state_BX[:, 3])
+    active_B = in_use_B & ((state_BX[:, _ACTIVE] > 0) | is_new_B)
+    count_B = np.where(is_new_B, 0, state_BX[:, _COUNT])
     left_B = np.where(active_B, integers_BX[:, _LIMIT] - count_B, 0)
     new_B = np.minimum(left_B, round(self._chunk * self._speed))
     steps = self._chunk
@@ -228,13 +229,14 @@ class Programs:
     )
     count_B = count_B + new_B
     active_B = active_B & (new_B < left_B)
-    state_BX = np.stack([active_B, 0 * count_B, 0 * count_B, count_B], axis=1)
-    zeros = np.zeros((round(self._chunk * self._speed), len(count_B)), np.int32)
-    outputs = (zeros, zeros.astype(np.float32), zeros.astype(np.float32))
-    return (
-      (size, state_BX),
-      tuple(_Pending(x, done, clock) for x in (*outputs, new_B, active_B)),
-    )
+    state_BX = np.zeros((len(count_B), _STATE_SIZE), np.int32)
+    state_BX[:, _ACTIVE], state_BX[:, _COUNT] = active_B, count_B
+    # As one pass with all tokens.
+    most = round(self._chunk * self._speed)
+    ids_KLB = np.zeros((1, most, len(count_B)), np.int32)
+    log_probs_KLB = ids_KLB.astype(np.float32)
+    outputs = ids_KLB, log_probs_KLB, log_probs_KLB, new_B[None], active_B
+    return (size, state_BX), tuple(_Pending(x, done, clock) for x in outputs)
 
 
 @contextlib.contextmanager

@@ -189,8 +189,13 @@ def _rollout_section() -> ml_collections.ConfigDict:
   rollout.prefill_chunk = 0
   # Rows of the cache, besides the slots, that hold conversations between turns.
   rollout.parked_slots = 0
-  # Tokens decoded between two checks for finished responses.
+  # Tokens of a slot decoded between two checks for finished responses; with
+  # drafts, passes over the network.
   rollout.decode_tokens = 8
+  # Speculative decoding: tokens of a draft, taken from earlier responses of the
+  # group, that a pass checks. 0: off. Changes no sampled token, except for
+  # rounding.
+  rollout.draft_tokens = 0
   # Sizes that the sampler is compiled for. max_prompt_tokens is always the last
   # prompt bucket, and larger ones are ignored. (): half of the limit and the
   # limit. The last batch bucket is the number of slots, the requests that are

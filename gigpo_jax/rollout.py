@@ -24,6 +24,7 @@ from envs import base
 from gigpo_jax import (
   conversation,
   deprecated,
+  drafts,
   env_pool,
   forced_prefixes,
   options,
@@ -93,7 +94,12 @@ class _Episode:
   @property
   def conversation(self) -> tuple[int, ...]:
     """Returns the streams of its requests, without the step."""
-    return (*self.batch.stream, self.start.task.index, self.start.member)
+    return (*self.group, self.start.member)
+
+  @property
+  def group(self) -> tuple[int, ...]:
+    """Returns the streams of its group's requests, without the member."""
+    return (*self.batch.stream, self.start.task.index)
 
   @property
   def is_scored(self) -> bool:
@@ -335,7 +341,7 @@ class EpisodeRunner:
       'reused_tokens': stats.reused_tokens,
       'prefill_tokens_per_sec': stats.prefill_tokens / seconds,
       'decode_tokens_per_sec': stats.decode_tokens / seconds,
-      'slot_occupancy': stats.decode_tokens / max(stats.slot_steps, 1),
+      'slot_occupancy': stats.active_steps / max(stats.slot_steps, 1),
       'shared_prompt_share': stats.reused_tokens
       / max(stats.reused_tokens + stats.prefill_tokens, 1),
       'prefill_padding_share': 1
@@ -350,6 +356,10 @@ class EpisodeRunner:
     }
     if self.scorer:
       values['reward_wait_secs'] = clock.reward_wait_secs
+    if self.sampler.text_size:
+      values['tokens_per_step'] = stats.decode_tokens / max(
+        stats.active_steps, 1
+      )
     return {f'rollout/{name}': float(value) for name, value in values.items()}
 
 
@@ -388,6 +398,7 @@ class _Rollout:
       runner.prompt_overflow,
       runner.earlier_thinking,
     )
+    self._texts = drafts.Texts(runner.sampler.text_size)
     self._waiting: list[_Episode] = list(reversed(episodes))
     self._running: dict[int, _Episode] = {}
     self._free = list(reversed(range(runner.pool.num_envs)))
@@ -549,6 +560,7 @@ class _Rollout:
         sampling=episode.batch.sampling,
         conversation=episode.conversation,
         agent=self._runner.agent_index(observation),
+        text=self._texts.of(episode.group),
       )
       turn = functools.partial(
         trajectory.SampledTurn,
@@ -617,6 +629,8 @@ class _Rollout:
       finished, responses, strict=True
     ):
       env, episode, turn = self._requests.pop(request_id)
+      prompt_ids = turn.keywords['prompt_ids']
+      self._texts.add(episode.group, prompt_ids, completion.ids)
       if self._running.get(env) is not episode:
         continue  # The environment was lost in the meantime.
       response = self._prefix(episode).text + response

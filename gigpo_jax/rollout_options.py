@@ -61,6 +61,7 @@ class Options:
     0, low=0, note='0 is the smallest that fits the memory'
   )
   decode_tokens: int = options.number(8, low=1)
+  draft_tokens: int = options.number(0, low=0, note='0 is off')
   reuse_cache: str = options.choice('none', sampler.REUSE)
   prefill_chunk: int = options.number(0, low=0, note='0 is the whole prompt')
   parked_slots: int = options.number(0, low=0)

@@ -10,8 +10,8 @@ The random key of a completion's c-th token depends only on the sampler's seed,
 the request's stream and c. Other requests, their order, the slot and the batch
 size therefore never change the sampled tokens.
 
-Shapes: **B** slots, **R** rows of a prefill, **P** prompt tokens, **K** tokens
-decoded in a step.
+Shapes: **B** slots, **R** rows of a prefill, **P** prompt tokens, **K** passes
+over the network in a decoding step, **L** tokens of a pass.
 """
 
 import collections
@@ -24,10 +24,10 @@ from collections.abc import Callable, Hashable, Sequence
 import jax
 import numpy as np
 
+from gigpo_jax import drafts, options, prefix_cache, sampler_types, sampling
 from gigpo_jax import mesh as mesh_lib
-from gigpo_jax import options, prefix_cache, sampler_types, sampling
 from gigpo_jax import sampler_checks as checks
-from gigpo_jax.models import decode_attention, qwen
+from gigpo_jax.models import decode_attention, kv_cache, qwen
 from gigpo_jax.programs import sampler_cache, sampler_programs, sampler_weights
 from gigpo_jax.runtime import compilation, distributed, errors
 
@@ -85,8 +85,9 @@ class Sampler:
     stop_ids: tokens that end a completion.
     vocab_size: number of tokens; this and larger ids are unused rows of the
       embedding and are never sampled.
-    decode_tokens: K, tokens decoded in a step. A larger value has less overhead
-      per token but leaves finished slots idle for longer.
+    decode_tokens: K, tokens decoded in a step without drafts. A larger value
+      has less overhead per token but leaves finished slots idle for longer.
+    draft_tokens: tokens of a draft, see `drafts`; 0: no drafts.
     weights: one of WEIGHTS. 'model': the model's compute type, with adapters
       merged. 'int8': int8 with a scale per output channel, half the memory of
       bfloat16. 'adapters': the compute type with separate adapters, which is
@@ -106,6 +107,7 @@ class Sampler:
   Attributes:
     stats: counters since the last `take_stats`.
     is_shared: whether `step` waits for other processes.
+    text_size: longest `Request.text`; 0 without drafts.
   """
 
   def __init__(  # noqa: PLR0913
@@ -120,6 +122,7 @@ class Sampler:
     stop_ids: Sequence[int],
     vocab_size: int,
     decode_tokens: int = 8,
+    draft_tokens: int = 0,
     weights: str = 'model',
     tensor: int = 0,
     truncates: bool = True,
@@ -134,8 +137,14 @@ class Sampler:
     checks.check_adapters(agents, weights)
     options.check_choice('rollout.reuse_cache', reuse, REUSE)
     checks.check_counts(
-      least=0, seed=seed, prefill_chunk=prefill_chunk, parked=parked
+      least=0,
+      seed=seed,
+      prefill_chunk=prefill_chunk,
+      parked=parked,
+      draft_tokens=draft_tokens,
     )
+    if problem := kv_cache.draft_problem(config, draft_tokens):
+      raise ValueError(problem)
     checks.check_counts(
       least=1,
       decode_tokens=decode_tokens,
@@ -174,6 +183,7 @@ class Sampler:
     )
     self._stop_ids, self._find_stop = frozenset(stop_ids), find_stop
     self._decode_chunk = min(decode_tokens, max_completion_tokens)
+    self.text_size = drafts.text_size(draft_tokens, max_completion_tokens)
     self._programs = sampler_programs.Programs(
       config,
       mesh,
@@ -183,6 +193,7 @@ class Sampler:
       stop_ids=stop_ids,
       vocab_size=vocab_size,
       decode_chunk=self._decode_chunk,
+      draft_sizes=(draft_tokens, self.text_size),
       row_batch=self._row_batch,
       max_length=self._lengths[-1],
       conditionals=conditionals,
@@ -300,7 +311,7 @@ class Sampler:
       for n in range(self._row_batch):
         self._cache.prefixes.place(prompt + n)
       self._cache.fill(self._params, self._cache.prefixes.take_moves())
-      inputs = _step_inputs([], rows)
+      inputs = _step_inputs([], rows, self.text_size)
       truncated = self._truncations[-1]
       outputs = self._cache.decode(self._params, *inputs, truncated)
       jax.block_until_ready(outputs)
@@ -516,7 +527,7 @@ class Sampler:
     truncated = any(e.request.sampling.truncates for _, e in entries)
     outputs = self._cache.decode(
       self._params,
-      *_step_inputs(entries, rows),
+      *_step_inputs(entries, rows, self.text_size),
       truncated if truncated in self._truncations else None,
     )
     for _, entry in entries:
@@ -526,23 +537,24 @@ class Sampler:
 
   def _fetch(self, step: _Step) -> list[tuple[int, Completion]]:
     """Waits for a step; returns finished requests and frees their slots."""
-    ids_KB, log_probs_KB, sampled_KB, counts_B, active_B = jax.device_get(
-      step.outputs
-    )
+    *outputs, counts_KB, active_B = jax.device_get(step.outputs)
     end = time.monotonic()
     finished = []
+    # The first tokens of each pass are new.
+    is_new_KLB = np.arange(outputs[0].shape[1])[:, None] < counts_KB[:, None]
     for slot, entry in step.entries:
       if self._slots[slot] is not entry:
         continue  # The previous step had already finished it.
-      count = counts_B[slot]
-      self.stats.decode_tokens += int(count)
+      count = int(counts_KB[:, slot].sum())
+      self.stats.decode_tokens += count
+      self.stats.active_steps += np.count_nonzero(counts_KB[:, slot])
       if self._trace:
         self.stats.spans.append((slot, 'decode', step.start, end))
       entry.outputs.append(
-        tuple(x[:count, slot] for x in (ids_KB, log_probs_KB, sampled_KB))
+        tuple(x[..., slot][is_new_KLB[..., slot]] for x in outputs)
       )
       completion = entry.completion(
-        int(count), bool(active_B[slot]), self._stop_ids, self._find_stop
+        count, bool(active_B[slot]), self._stop_ids, self._find_stop
       )
       if completion is not None:
         self._slots[slot] = None
@@ -553,27 +565,32 @@ class Sampler:
 
 
 def _step_inputs(
-  entries: list[tuple[int, Entry]], rows: int
+  entries: list[tuple[int, Entry]], rows: int, text_size: int = 0
 ) -> tuple[np.ndarray, np.ndarray]:
-  """Returns `sampler_programs` INTEGERS with the stream, and FLOATS, [B, X]."""
+  """Returns `sampler_programs` INTEGERS with stream and text, and FLOATS."""
   num_integers = len(sampler_programs.INTEGERS)
-  width = num_integers + sampler_programs.STREAM_SIZE
-  integers = np.zeros((rows, width), np.int32)
+  text = num_integers + sampler_programs.STREAM_SIZE
+  integers = np.zeros((rows, text + text_size), np.int32)
+  integers[:, text:] = -1
   # Slots without a request exclude no tokens, which would take time.
   floats = np.tile(np.float32(_floats(Sampling())), (rows, 1))
   for slot, entry in entries:
     request, options = entry.request, entry.request.sampling
+    prompt, size = request.prompt_ids, min(len(request.text), text_size)
     integers[slot, :num_integers] = (
       1,
       entry.is_new,
-      request.prompt_ids[-1],
-      len(request.prompt_ids) - 1,
+      prompt[-1],
+      len(prompt) - 1,
       entry.limit,
       request.agent,
       options.top_k,
+      prompt[-2] if len(prompt) > 1 else drafts.NO_TOKEN,
     )
     stream = np.array(request.stream, np.uint32)
-    integers[slot, num_integers:] = stream.view(np.int32)
+    integers[slot, num_integers:text] = stream.view(np.int32)
+    if size:
+      integers[slot, -size:] = request.text[-size:]
     floats[slot] = _floats(options)
   return integers, floats
 

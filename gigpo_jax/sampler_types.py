@@ -26,6 +26,8 @@ class Request:
     conversation: id of the conversation whose next turn this is; the slot keeps
       its keys and values until `Sampler.end_conversation`. None: it has none.
     agent: index of the agent's adapter; 0 if one adapter, or none, is for all.
+    text: ids of earlier responses that drafts come from, see `drafts.Texts`;
+      does not change what is sampled.
   """
 
   prompt_ids: np.ndarray
@@ -34,6 +36,9 @@ class Request:
   max_tokens: int | None = None
   conversation: Hashable | None = None
   agent: int = 0
+  text: np.ndarray = dataclasses.field(
+    default_factory=lambda: np.zeros(0, np.int32)
+  )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,8 +122,8 @@ class Stats:
     reused_tokens: prompt tokens that needed no prefill because a row already
       held their keys and values.
     decode_tokens: tokens sampled.
-    slot_steps: decoding steps of one token, summed over all slots, including
-      empty slots.
+    slot_steps: decoding passes, summed over all slots, including empty slots.
+    active_steps: those that sampled tokens: one, or more with a draft.
     idle_secs: upper bound of the time that the device was idle while requests
       were in progress.
     spans: (slot, 'prefill' or 'decode', start, end) for a timeline, recorded if
@@ -130,6 +135,7 @@ class Stats:
   reused_tokens: int = 0
   decode_tokens: int = 0
   slot_steps: int = 0
+  active_steps: int = 0
   idle_secs: float = 0.0
   spans: list[tuple[int, str, float, float]] = dataclasses.field(
     default_factory=list

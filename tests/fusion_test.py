@@ -81,7 +81,7 @@ def test_fused_parameters_decode_the_same_logits(name):
     assert jax.tree.map(np.shape, p) == parameters.shapes(c)
     unstacked = parameters.unstack_layers(c, p)
     cache = kv_cache.resize(reference.prefill(c, unstacked, tokens), 3, 9)
-    decode = jax.jit(functools.partial(qwen.decode, c))
+    decode = jax.jit(functools.partial(reference.decode, c))
     decoded, _ = decode(unstacked, cache, tokens[:, -1], np.full(3, 6))
     logits.append(decoded)
   np.testing.assert_allclose(
@@ -115,7 +115,7 @@ def _decode_text(config: qwen.QwenConfig, mesh: jax.sharding.Mesh) -> str:
     jnp.zeros(4, jnp.int32),
   )
   with jax.set_mesh(mesh):
-    step = jax.jit(lambda *args: qwen.decode(config, *args))
+    step = jax.jit(lambda *args: reference.decode(config, *args))
     placed = jax.device_put(inputs, shardings)
     return step.lower(*placed).compile().as_text()
 

@@ -189,7 +189,7 @@ def test_logits_and_gradients_agree_with_transformers(tmp_path, name):
     config, stacks, tokens[:, :12], counts_B=lengths - 1
   )
   cache = kv_cache.resize(cache, 2, 24)
-  decode = jax.jit(functools.partial(qwen.decode, config))
+  decode = jax.jit(functools.partial(reference.decode, config))
   for step in range(12):
     at = lengths + step - 1
     one, cache = decode(stacks, cache, tokens[np.arange(2), at], at)

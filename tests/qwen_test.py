@@ -154,7 +154,7 @@ def test_logits_agree_with_transformers(  # noqa: PLR0913
   params = parameters.unstack_layers(config, params)
   cache = reference.prefill(config, params, tokens[:, :12])
   cache = kv_cache.resize(cache, 3, 24)
-  decode = jax.jit(lambda c, t, p: qwen.decode(config, params, c, t, p))
+  decode = jax.jit(lambda c, t, p: reference.decode(config, params, c, t, p))
   for step in range(12):
     position = lengths + step - 1
     logits, cache = decode(cache, tokens[np.arange(3), position], position)
@@ -311,7 +311,7 @@ def test_decoding_equals_one_forward_pass(monkeypatch, unrolled, dtype):
     for stack in cache
   )
   assert len(cache) == (1 if unrolled == 0 else config.num_layers)
-  step = jax.jit(lambda c, t, p: qwen.decode(config, params, c, t, p))
+  step = jax.jit(lambda c, t, p: reference.decode(config, params, c, t, p))
   rows = np.arange(3)
   for n in range(8):
     at = lengths + n - 1

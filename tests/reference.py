@@ -30,6 +30,14 @@ def logits(config: qwen.QwenConfig, params: dict, hidden) -> jax.Array:
   return jax.jit(functools.partial(qwen.logits, config))(params, hidden)
 
 
+def decode(config, params, cache, tokens_B, positions_B):
+  """Decodes one token of each row; returns (logits [B, V], cache)."""
+  logits_B1V, cache = qwen.decode(
+    config, params, cache, tokens_B[:, None], positions_B[:, None]
+  )
+  return logits_B1V[:, 0], cache
+
+
 def prefill(config: qwen.QwenConfig, params: dict, tokens, **kwargs) -> tuple:
   """Returns the cache of prompts, computed by a single program."""
   run = jax.jit(functools.partial(qwen.prefill, config))

@@ -42,7 +42,7 @@ class ScriptedSampler:
     # Sampling options by stream, in the order of the requests.
     self.requests: dict[tuple[int, ...], sampler.Sampling] = {}
     self.compilations = 0
-    self.is_shared = False
+    self.is_shared, self.text_size = False, 0
     self._tickets = 0
 
   @property
@@ -520,10 +520,11 @@ def test_schedules_sample_the_same_tokens_with_a_real_model(text):
   params = reference.init(config, jax.random.key(0))
   params['embed'] *= 12
   results = {}
-  for schedule, slots, workers in (
-    ('lockstep', 16, 0),
-    ('async', 16, 2),
-    ('async', 8, 0),
+  for schedule, slots, workers, draft_tokens in (
+    ('lockstep', 16, 0, 0),
+    ('async', 16, 2, 0),
+    ('async', 8, 0, 0),
+    ('async', 8, 2, 3),
   ):
     engine = sampler.Sampler(
       config,
@@ -535,6 +536,7 @@ def test_schedules_sample_the_same_tokens_with_a_real_model(text):
       stop_ids=text.stop_ids,
       vocab_size=text.vocab_size,
       decode_tokens=slots // 4,
+      draft_tokens=draft_tokens,
     )
     with env_pool.EnvPool(
       'toy',
@@ -545,7 +547,7 @@ def test_schedules_sample_the_same_tokens_with_a_real_model(text):
       reset_timeout_secs=60,
     ) as pool:
       runner = rollout.EpisodeRunner(pool, engine, text, 128, 'error', schedule)
-      results[schedule, slots] = runner.run(
+      results[schedule, slots, draft_tokens] = runner.run(
         params,
         [base.Task('train', index) for index in range(4)],
         episodes_per_group=4,
@@ -555,6 +557,9 @@ def test_schedules_sample_the_same_tokens_with_a_real_model(text):
     values = runner.metrics()
     assert values['rollout/slot_occupancy'] > 0  # Low on a busy machine.
     assert 0 < values['rollout/shared_prompt_share'] < 1
+    assert ('rollout/tokens_per_step' in values) == (draft_tokens > 0)
+  # Random responses repeat some pairs of tokens.
+  assert values['rollout/tokens_per_step'] > 1
   expected, *others = results.values()
   for actual in others:
     _assert_same_episodes(expected, actual)

@@ -33,6 +33,7 @@ class RandomWalk:
   def __init__(self, at_once: int = 100):
     self._at_once, self._queue, self.streams = at_once, [], []
     self.stats, self.is_shared, self.compilations = sampler.Stats(), False, 0
+    self.text_size = 0
 
   @property
   def busy(self) -> bool:

@@ -89,6 +89,21 @@ def reuse_problem(config: QwenConfig, reuse: str) -> str | None:
   )
 
 
+def draft_problem(config: QwenConfig, draft_tokens: int) -> str | None:
+  """Returns why drafts cannot be decoded; None: they can.
+
+  Args:
+    config: shape of the network.
+    draft_tokens: tokens of a draft; 0: no drafts.
+  """
+  if not has_state(config) or not draft_tokens:
+    return None
+  return (
+    f'rollout.draft_tokens={draft_tokens}: the model has layers with a state, '
+    'which cannot be cut back after a wrong draft; must be 0'
+  )
+
+
 def slots(cache: Cache) -> int:
   """Returns the number of slots of a row."""
   return next(

@@ -464,22 +464,22 @@ def decode(
   config: QwenConfig,
   params: dict,
   cache: kv_cache.Cache,
-  tokens_B: jax.Array,
-  positions_B: jax.Array,
+  tokens_BL: jax.Array,
+  positions_BL: jax.Array,
   agents_B: jax.Array | None = None,
 ) -> tuple[jax.Array, kv_cache.Cache]:
-  """Decodes one token of each row; returns (logits [B, V], cache).
+  """Decodes L tokens of each row; returns (logits [B, L, V], cache).
 
   Args:
     config: shape of the network.
     params: parameters of the network; see `parameters.unstack_layers`.
     cache: keys and values of the earlier positions.
-    tokens_B: the token at each row's position.
-    positions_B: position of that token in its row.
+    tokens_BL: consecutive tokens of each row; one if the network has a state.
+    positions_BL: positions of these tokens in their row; positions past the end
+      of the cache are dropped.
     agents_B: agent of each row; None without adapters of agents.
   """
-  tokens_B1 = tokens_B[:, None]
-  where = positions_B[:, None], _per_token(agents_B, tokens_B1)
-  x_B1D, cache = _cached_layers(config, params, cache, tokens_B1, *where)
-  x_BD = _final_norm(config, params, x_B1D[:, 0])
-  return logits(config, params, x_BD), cache
+  where = positions_BL, _per_token(agents_B, tokens_BL)
+  x_BLD, cache = _cached_layers(config, params, cache, tokens_BL, *where)
+  x_BLD = _final_norm(config, params, x_BLD)
+  return logits(config, params, x_BLD), cache

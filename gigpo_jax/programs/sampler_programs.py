@@ -1,7 +1,8 @@
 """The compiled programs of a sampler.
 
 Shapes: **B** slots, **R** rows that move together, **P** prompt tokens, **L**
-tokens of a chunk, **K** tokens decoded in a step, **V** vocabulary.
+tokens of a chunk or, in decoding, of a pass over the network: one and those of
+a draft; **K** passes of a step, **V** vocabulary.
 """
 
 import concurrent.futures
@@ -14,8 +15,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from gigpo_jax import drafts, sampling
 from gigpo_jax import mesh as mesh_lib
-from gigpo_jax import sampling
 from gigpo_jax.models import (
   decode_attention,
   kv_cache,
@@ -26,8 +27,8 @@ from gigpo_jax.models import (
 from gigpo_jax.programs import sampler_weights
 from gigpo_jax.runtime import compilation, distributed
 
-# Inputs of a step for each slot, without the stream, and the state that a step
-# passes to the next.
+# Inputs of a step for each slot, besides the stream and the text for drafts,
+# and the state that a step passes to the next.
 INTEGERS = (
   'in_use',
   'is_new',
@@ -36,9 +37,10 @@ INTEGERS = (
   'limit',
   'agent',
   'top_k',
+  'previous',
 )
 FLOATS = ('temperature', 'top_p', 'min_p')
-STATE = ('active', 'token', 'position', 'count')
+STATE = ('active', 'token', 'position', 'count', 'previous')
 # Integers of a stream.
 STREAM_SIZE = 5
 
@@ -55,7 +57,8 @@ class _DecodeConfig:
     seed: seed of all random streams.
     stop_ids: tokens that end a completion.
     vocab_size: this and larger ids are not sampled.
-    chunk: K, maximum number of tokens per slot.
+    chunk: K, maximum number of passes.
+    draft_tokens: number of tokens of a draft.
     conditionals: whether a step ends early once no slot is active, and skips
       the work of options that no slot uses.
   """
@@ -65,6 +68,7 @@ class _DecodeConfig:
   stop_ids: tuple[int, ...]
   vocab_size: int
   chunk: int
+  draft_tokens: int
   conditionals: bool
 
 
@@ -102,7 +106,8 @@ class Programs:
     seed: seed of all random streams.
     stop_ids: tokens that end a completion.
     vocab_size: this and larger ids are not sampled.
-    decode_chunk: K, tokens decoded in a step.
+    decode_chunk: K, passes of a step.
+    draft_sizes: number of tokens of a draft, and of the text for drafts.
     row_batch: number of rows that move together.
     max_length: length of the longest slot.
     conditionals: whether programs may have conditionals.
@@ -123,6 +128,7 @@ class Programs:
     stop_ids: Sequence[int],
     vocab_size: int,
     decode_chunk: int,
+    draft_sizes: tuple[int, int],
     row_batch: int,
     max_length: int,
     conditionals: bool,
@@ -140,12 +146,15 @@ class Programs:
     )
     self.model = config
     self._row_size = row_batch, max_length
+    draft_tokens, text_size = draft_sizes
+    self._num_integers = len(INTEGERS) + STREAM_SIZE + text_size
     static = _DecodeConfig(
       config,
       np.uint32(seed),
       tuple(stop_ids),
       vocab_size,
       decode_chunk,
+      draft_tokens,
       conditionals,
     )
     cache_formats = mesh_lib.cache_formats(
@@ -352,7 +361,7 @@ class Programs:
       return self._decode[static[0]].lower(
         prepared,
         shapes(rows, length),
-        array(rows, len(INTEGERS) + STREAM_SIZE),
+        array(rows, self._num_integers),
         array(rows, len(FLOATS), dtype='float32'),
       )
 
@@ -441,112 +450,157 @@ def _decode(
   integers_BX: jax.Array,
   floats_BX: jax.Array,
 ) -> tuple[Slots, tuple[jax.Array, ...]]:
-  """Decodes up to `chunk` tokens of every active slot.
+  """Decodes K passes of every active slot.
 
   Args:
     static: static inputs of all steps.
     truncated: see `sampling.sample_tokens`; static.
     params: parameters; see `sampler_weights.prepare`.
     slots: keys and values, and the fields of `STATE` from the previous step.
-    integers_BX: the fields of `INTEGERS` and the stream of each slot.
+    integers_BX: the fields of `INTEGERS`, the stream and the text for drafts of
+      each slot.
     floats_BX: the fields of `FLOATS` of each slot.
 
   Returns:
-    (slots, outputs). Outputs are ids, log-probs and sampled log-probs [K, B],
-    the number of new tokens of each slot [B], and whether the slot is still
-    active [B].
+    (slots, outputs). Outputs are ids, log-probs and sampled log-probs
+    [K, L, B], the number of new tokens of each pass [K, B], and whether the
+    slot is still active [B].
   """
   cache, state_BX = slots
-  *_, limit_B, agents_B, top_k_B = integers_BX[:, : len(INTEGERS)].T
-  streams = integers_BX[:, len(INTEGERS) :].astype(jnp.uint32)
-  keys_B = sampling.row_keys(static.seed, streams)
+  integers_BX, streams, texts_BN = jnp.split(
+    integers_BX, (len(INTEGERS), len(INTEGERS) + STREAM_SIZE), axis=1
+  )
+  *_, limit_B, agents_B, top_k_B, _ = integers_BX.T
+  keys_B = sampling.row_keys(static.seed, streams.astype(jnp.uint32))
   start = _start(state_BX, integers_BX)
   is_new = INTEGERS.index('is_new')
   cache = kv_cache.start(cache, integers_BX[:, is_new] > 0)
   b, chunk = state_BX.shape[0], static.chunk
-  zeros_KB = jnp.zeros((chunk, b), jnp.float32)
+  zeros_KLB = jnp.zeros((chunk, 1 + static.draft_tokens, b), jnp.float32)
   advance = functools.partial(
-    _decode_token,
+    _decode_pass,
     static,
     params,
     (keys_B, limit_B, floats_BX, top_k_B, _used(static.model, agents_B)),
+    texts_BN,
     truncated,
   )
 
   def any_active(loop: tuple) -> jax.Array:
     return (loop[0] < chunk) & jnp.any(loop[2][0])
 
-  start_count_B = start[3]
-  loop = (
-    jnp.int32(0),
-    cache,
-    start,
-    (jnp.zeros((chunk, b), jnp.int32), zeros_KB, zeros_KB),
+  outputs = (
+    jnp.zeros(zeros_KLB.shape, jnp.int32),
+    zeros_KLB,
+    zeros_KLB,
+    jnp.zeros((chunk, b), jnp.int32),
   )
+  loop = (jnp.int32(0), cache, start, outputs)
   if static.conditionals:
     loop = jax.lax.while_loop(any_active, advance, loop)
   else:
     loop = jax.lax.fori_loop(0, chunk, lambda _, loop: advance(loop), loop)
   _, cache, end, outputs = loop
   state_BX = jnp.stack([x.astype(jnp.int32) for x in end], axis=1)
-  return (cache, state_BX), (*outputs, end[3] - start_count_B, end[0])
+  return (cache, state_BX), (*outputs, end[0])
 
 
-def _decode_token(
+def _decode_pass(
   static: _DecodeConfig,
   params: dict,
   inputs: tuple[jax.Array | None, ...],
+  texts_BN: jax.Array,
   truncated: bool | None,
   loop: tuple,
 ) -> tuple:
-  """Decodes one token of every slot, the body of a loop.
+  """Decodes a token of every slot and those of a right draft; a loop's body.
+
+  All tokens of the draft are decoded with the last sampled token. A token is
+  sampled after each of them; the first is a token of the completion, and so is
+  each after a part of the draft that equals the tokens sampled before it.
 
   Args:
     static: static inputs of all steps.
     params: parameters; see `sampler_weights.prepare`.
     inputs: key, limit, FLOATS, top_k and agent of each slot; without adapters
       of agents, the agents are None.
+    texts_BN: text for drafts of each slot.
     truncated: see `sampling.sample_tokens`; static.
-    loop: (index of the token in the step, cache, STATE, outputs).
+    loop: (index of the pass in the step, cache, STATE, outputs).
   """
   keys_B, limit_B, floats_BX, top_k_B, agents_B = inputs
-  c, cache, (active_B, last_B, position_B, count_B), outputs = loop
-  logits_BV, cache = qwen.decode(
-    static.model, params, cache, last_B, position_B, agents_B
+  k, cache, (active_B, last_B, position_B, count_B, previous_B), outputs = loop
+  drafts_BD = drafts.propose(texts_BN, previous_B, last_B, static.draft_tokens)
+  tokens_BL = jnp.concatenate([last_B[:, None], drafts_BD], axis=1)
+  b, size = tokens_BL.shape
+  offsets_L = jnp.arange(size)
+  logits_BLV, cache = qwen.decode(
+    static.model,
+    params,
+    cache,
+    jnp.maximum(tokens_BL, 0),
+    position_B[:, None] + offsets_L,
+    agents_B,
   )
-  ids_B, *log_probs = sampling.sample_tokens(
-    keys_B,
-    count_B,
-    floats_BX,
-    top_k_B,
-    logits_BV,
+  counts_BL = count_B[:, None] + offsets_L
+  each = functools.partial(jnp.repeat, repeats=size, axis=0)
+  sampled = sampling.sample_tokens(
+    each(keys_B),
+    counts_BL.reshape(-1),
+    each(floats_BX),
+    each(top_k_B),
+    logits_BLV.reshape(b * size, -1),
     vocab_size=static.vocab_size,
     truncated=truncated,
     greedy=None if static.conditionals else True,
   )
-  # The state of an inactive slot does not change.
-  outputs = tuple(
-    output_KB.at[c].set(jnp.where(active_B, value_B, 0))
-    for output_KB, value_B in zip(outputs, (ids_B, *log_probs), strict=True)
-  )
-  last_B = jnp.where(active_B, ids_B, last_B)
-  position_B, count_B = position_B + active_B, count_B + active_B
+  ids_BL, *log_probs = (x.reshape(b, size) for x in sampled)
   stop_ids = jnp.asarray(static.stop_ids, jnp.int32)
-  is_stop_B = (ids_B[:, None] == stop_ids).any(axis=1)
-  active_B = active_B & ~is_stop_B & (count_B < limit_B)
-  return c + 1, cache, (active_B, last_B, position_B, count_B), outputs
+  is_stop_BL = (ids_BL[..., None] == stop_ids).any(axis=-1)
+  ends_BL = is_stop_BL | (counts_BL + 1 >= limit_B[:, None])
+  is_right_BD = (ids_BL[:, :-1] == drafts_BD) & ~ends_BL[:, :-1]
+  is_new_BL = jnp.cumprod(
+    jnp.concatenate([active_B[:, None], is_right_BD], axis=1), axis=1
+  )
+  new_B = jnp.sum(is_new_BL, axis=1)
+  values = (
+    *(jnp.where(is_new_BL, x, 0).T for x in (ids_BL, *log_probs)),
+    new_B,
+  )
+  outputs = tuple(
+    output.at[k].set(value)
+    for output, value in zip(outputs, values, strict=True)
+  )
+  # The state of an inactive slot does not change.
+  history_BL = jnp.concatenate(
+    [previous_B[:, None], last_B[:, None], ids_BL], 1
+  )
+  previous_B, last_B = (
+    jnp.take_along_axis(history_BL, (new_B + n)[:, None], axis=1)[:, 0]
+    for n in range(2)
+  )
+  is_over_B = jnp.any(ends_BL & (is_new_BL > 0), axis=1)
+  state = (
+    active_B & ~is_over_B,
+    last_B,
+    position_B + new_B,
+    count_B + new_B,
+    previous_B,
+  )
+  return k + 1, cache, state, outputs
 
 
 def _start(
   state_BX: jax.Array, integers_BX: jax.Array
-) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+) -> tuple[jax.Array, ...]:
   """Returns the STATE of each slot, [B] each, before the first token."""
-  in_use_B, new_B, first_B, start_B, *_ = integers_BX[:, : len(INTEGERS)].T
+  in_use_B, new_B, first_B, start_B, *_, before_B = integers_BX.T
   is_new_B = new_B > 0
-  active_B, last_B, position_B, count_B = state_BX.T
+  active_B, last_B, position_B, count_B, previous_B = state_BX.T
   return (
     (in_use_B > 0) & ((active_B > 0) | is_new_B),
     jnp.where(is_new_B, first_B, last_B),
     jnp.where(is_new_B, start_B, position_B),
     jnp.where(is_new_B, 0, count_B),
+    jnp.where(is_new_B, before_B, previous_B),
   )

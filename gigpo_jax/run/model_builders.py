@@ -155,6 +155,7 @@ def sampler_kwargs(config: ml_collections.ConfigDict) -> dict[str, Any]:
     ),
     'max_completion_tokens': rollouts.max_completion_tokens,
     'decode_tokens': rollouts.decode_tokens,
+    'draft_tokens': rollouts.draft_tokens,
     'weights': rollouts.weights,
     'reuse': rollouts.reuse_cache,
     'prefill_chunk': rollouts.prefill_chunk,

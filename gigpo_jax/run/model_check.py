@@ -211,7 +211,10 @@ def _no_kernel(
       f'model.decode_attention={kernel}: has no sliding window, which '
       f'model.path={config.model.path} needs; must be xla'
     )
-  if problem := kv_cache.reuse_problem(model, config.rollout.reuse_cache):
+  drafted = kv_cache.draft_problem(model, config.rollout.draft_tokens)
+  if problem := drafted or kv_cache.reuse_problem(
+    model, config.rollout.reuse_cache
+  ):
     yield problem
 
 

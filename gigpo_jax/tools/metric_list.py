@@ -554,6 +554,11 @@ SECTIONS = (
         'slot_occupancy', 'share', 'decode steps of slots that produced a token'
       ),
       Metric(
+        'tokens_per_step',
+        'tokens',
+        'tokens sampled in a decode step of a slot (`rollout.draft_tokens`)',
+      ),
+      Metric(
         'shared_prompt_share',
         'share',
         'prompt tokens that were already computed for another request',
