@@ -91,6 +91,41 @@ def test_kernels_equal_the_plain_implementation(kernel, options):
   )
 
 
+@pytest.mark.parametrize(
+  'options',
+  [
+    {},
+    {'size': 16, 'cache': 'int8'},
+    {'size': 16, 'dtype': 'bfloat16'},
+    # More queries of a key/value head than the kernel keeps.
+    {'size': 16, 'heads': 34},
+  ],
+  ids=str,
+)
+@pytest.mark.parametrize('part', [4096, 128])
+def test_a_kernel_equals_the_plain_implementation_for_drafts(
+  monkeypatch, options, part
+):
+  monkeypatch.setattr(decode_attention, '_PART', part)
+  q, stack = _inputs(**options)
+  queries = jnp.concatenate([q, -q, q / 2, q + 1, 2 * q], axis=1)
+  # The queries of the second row are in two parts. The last ones of the third
+  # are beyond the cache.
+  first = np.array([[0], [126], [509]])
+  positions = first + np.arange(5)
+  expected = _attend(queries, stack, positions)
+  output = _attend_by('triton', queries, stack, positions)
+  limit = np.abs(expected).max() / 128 if q.dtype == jnp.bfloat16 else 2e-6
+  for row, used in enumerate((5, 5, 3)):
+    np.testing.assert_allclose(
+      output[row, :used], expected[row, :used], rtol=0, atol=limit
+    )
+  assert np.isfinite(output).all()
+  # A query's result is the same, bit for bit, whatever the others are.
+  others = _attend_by('triton', queries.at[:, 1:].set(3), stack, positions)
+  np.testing.assert_array_equal(output[:, 0], others[:, 0])
+
+
 def test_plain_attention_by_hand():
   q, stack = _inputs(size=16, length=40)
   k, v = (np.asarray(stack[name], np.float64)[1, 1] for name in 'kv')
@@ -108,10 +143,7 @@ def test_each_query_attends_up_to_its_own_position(window):
   q, stack = _inputs(size=16, length=64)
   queries = np.concatenate([q, -q], axis=1)
   positions = np.array([[0, 9], [5, 6], [63, 40]])
-  # A kernel is for one query per row.
-  outputs = _attend(
-    queries, stack, positions, implementation='triton', window=window
-  )
+  outputs = _attend(queries, stack, positions, window=window)
   for n in (0, 1):
     each = slice(n, n + 1)
     alone = _attend(queries[:, each], stack, positions[:, each], window=window)
@@ -295,16 +327,18 @@ def test_an_int8_cache_is_smaller_and_close(params):
   assert sizes[1] * 64 == sizes[0] * 20
 
 
+@pytest.mark.parametrize('queries', [1, 5])
 @pytest.mark.parametrize('cache', kv_cache.TYPES)
-def test_the_gpu_kernel_is_lowered_without_a_gpu(cache):
+def test_the_gpu_kernel_is_lowered_without_a_gpu(cache, queries):
   q, stack = _inputs(dtype='bfloat16', cache=cache)
+  q = jnp.repeat(q, queries, axis=1)
   run = functools.partial(decode_attention.attend, implementation='triton')
   device = jax.sharding.AbstractDevice('NVIDIA H100 80GB HBM3', None, 'gpu')
   mesh = jax.sharding.AbstractMesh((), (), abstract_device=device)
   with jax.sharding.use_abstract_mesh(mesh):
     lowered = (
       jax.jit(run)
-      .trace(q, stack, jnp.int32(1), jnp.asarray(POSITIONS))
+      .trace(q, stack, jnp.int32(1), POSITIONS + jnp.arange(queries))
       .lower(lowering_platforms=('cuda',))
     )
   assert lowered.as_text().count('@__gpu$xla.gpu.triton(') == 1

@@ -1,4 +1,4 @@
-"""Attention of one query per row over a cache: plain, or by a kernel.
+"""Attention of few queries per row over a cache: plain, or by a kernel.
 
 The kernels read each row's cache up to the row's own position; the plain
 implementation reads all slots. Both kernels sum over blocks of slots of a fixed
@@ -6,8 +6,9 @@ size, so the result of a row depends neither on the other rows nor on the length
 of the cache.
 
 Shapes: **B** rows, **S** cache slots, **H** query heads, **K** key/value heads,
-**Q** = H / K query heads of one key/value head, **E** head size, **N** layers
-of a stack, **P** parts of the cache, **W** padded query heads.
+**L** queries of a row, **Q** = H / K query heads of one key/value head, **E**
+head size, **N** layers of a stack, **P** parts of the cache, **W** padded
+queries of one key/value head, L Q of which are real.
 """
 
 import functools
@@ -29,6 +30,8 @@ _SCALES = ('k_scale', 'v_scale')
 # Slots that one program of the GPU kernel processes, and the slots and queries
 # of its products.
 _PART, _BLOCK, _MIN_QUERIES = 4096, 64, 16
+# Most queries of a key/value head that the GPU kernel keeps in registers.
+_MAX_QUERIES = 64
 # Warps of a program, and blocks whose loads overlap. Two blocks of heads larger
 # than 128 fill the shared memory.
 _WARPS, _STAGES = 4, 3
@@ -132,13 +135,15 @@ def attend(
       multiple of slots, see `num_slots`.
     layer: index of the layer in the stack.
     positions_BL: position of each query; it attends to the slots up to it.
-    implementation: one of IMPLEMENTATIONS; kernels are for one query per row,
-      more queries use xla.
+      Kernels need consecutive positions.
+    implementation: one of IMPLEMENTATIONS. More queries than a kernel is for
+      use xla: than one for TPUs, than `_MAX_QUERIES` of a key/value head for
+      GPUs.
     window: number of slots, with its own, that a query attends to; 0: all.
       Kernels support 0 only.
     interpret: whether to interpret the GPU kernel, which needs no GPU.
   """
-  if implementation == 'xla' or q_BLHE.shape[1] > 1:
+  if not _has_kernel(implementation, q_BLHE.shape, stack['k'].shape[2]):
     slots, last_BL1 = jnp.arange(stack['k'].shape[-1]), positions_BL[..., None]
     seen_BLS = slots <= last_BL1
     if window:
@@ -170,52 +175,66 @@ def attend(
   )
 
 
+def _has_kernel(implementation: str, shape: tuple, num_kv_heads: int) -> bool:
+  """Returns whether a kernel is for queries of a shape [B, L, H, E]."""
+  _, queries, heads, _ = shape
+  if implementation == 'triton':
+    return queries * heads // num_kv_heads <= _MAX_QUERIES or queries == 1
+  return implementation == 'paged' and queries == 1
+
+
 def _by_triton(
-  q_B1HE, layer, positions_B, k_NBKES, v_NBKSE, *scales_NBKS, interpret: bool
+  q_BLHE, layer, positions_B, k_NBKES, v_NBKSE, *scales_NBKS, interpret: bool
 ) -> jax.Array:
   """Computes the parts of the cache by a kernel, then their weighted mean."""
   from jax.experimental import pallas as pl
   from jax.experimental.pallas import triton
 
   _, b, k, _, length = k_NBKES.shape
+  _, size, heads, e = q_BLHE.shape
   parts = pl.cdiv(length, _PART)
-  arrays = (layer.reshape(1), positions_B, q_B1HE[:, 0])
+  # All queries of a key/value head next to each other.
+  q_BLKQE = q_BLHE.reshape(b, size, k, -1, e)
+  q_BIE = q_BLKQE.swapaxes(1, 2).reshape(b, -1, e)
+  arrays = (layer.reshape(1), positions_B, q_BIE)
   arrays += (k_NBKES, v_NBKSE, *scales_NBKS)
-  shape = (parts, *arrays[2].shape)
-  out_PBHE, log_total_PBH = pl.pallas_call(
-    functools.partial(_triton_kernel, scale=q_B1HE.shape[-1] ** -0.5),
+  shape = (parts, *q_BIE.shape)
+  out_PBIE, log_total_PBI = pl.pallas_call(
+    functools.partial(_triton_kernel, heads=heads // k, scale=e**-0.5),
     grid=(b, k, parts),
     out_shape=[
-      jax.ShapeDtypeStruct(shape, q_B1HE.dtype if parts == 1 else jnp.float32),
+      jax.ShapeDtypeStruct(shape, q_BLHE.dtype if parts == 1 else jnp.float32),
       jax.ShapeDtypeStruct(shape[:-1], jnp.float32),
     ],
     compiler_params=triton.CompilerParams(
-      num_warps=_WARPS, num_stages=_STAGES if q_B1HE.shape[-1] <= 128 else 2
+      num_warps=_WARPS, num_stages=_STAGES if e <= 128 else 2
     ),
     interpret=interpret,
     name='decode_attention',
   )(*arrays)
-  if parts == 1:
-    return out_PBHE.reshape(q_B1HE.shape)
-  weights_PBH = jax.nn.softmax(log_total_PBH, axis=0)
-  out_BHE = jnp.sum(out_PBHE * weights_PBH[..., None], axis=0)
-  return out_BHE.astype(q_B1HE.dtype)[:, None]
+  out_BIE = out_PBIE[0]
+  if parts > 1:
+    weights_PBI = jax.nn.softmax(log_total_PBI, axis=0)
+    out_BIE = jnp.sum(out_PBIE * weights_PBI[..., None], axis=0)
+  out_BKLQE = out_BIE.astype(q_BLHE.dtype).reshape(b, k, size, -1, e)
+  return out_BKLQE.swapaxes(1, 2).reshape(q_BLHE.shape)
 
 
 def _triton_kernel(
-  layer_ref, positions_ref, q_ref, k_ref, v_ref, *refs, scale: float
+  layer_ref, positions_ref, q_ref, k_ref, v_ref, *refs, heads: int, scale: float
 ) -> None:
   """Attends from the queries of a key/value head to a part of a row's cache.
 
   Args:
     layer_ref: index of the layer, [1].
-    positions_ref: position of each row, [B].
-    q_ref: queries of all rows, [B, H, E].
+    positions_ref: position of each row's first query, [B].
+    q_ref: queries of all rows, [B, K L Q, E].
     k_ref: all keys, [N, B, K, E, S].
     v_ref: all values, [N, B, K, S, E].
     *refs: scales of keys and values if they are int8, [N, B, K, S]; then the
-      outputs: attention over each part [P, B, H, E], and the logarithm of the
-      sum of its weights [P, B, H].
+      outputs: attention over each part [P, B, K L Q, E], and the logarithm of
+      the sum of its weights [P, B, K L Q].
+    heads: Q.
     scale: scale of the scores.
   """
   from jax.experimental import pallas as pl
@@ -225,11 +244,13 @@ def _triton_kernel(
   row, head, part = (pl.program_id(axis) for axis in range(3))
   at = (layer_ref[0], row, head)
   first = part * _PART
-  end = jnp.minimum(first + _PART, positions_ref[row] + 1)
   # Zeros after the queries, up to the rows that a product needs.
-  q = q_ref.shape[1] // k_ref.shape[2]
-  padded = max(_MIN_QUERIES, pl.next_power_of_2(q))
-  queries, own_W = pl.ds(head * q, padded), jnp.arange(padded) < q
+  count = q_ref.shape[1] // k_ref.shape[2]
+  padded = max(_MIN_QUERIES, pl.next_power_of_2(count))
+  queries, own_W = pl.ds(head * count, padded), jnp.arange(padded) < count
+  position_W = positions_ref[row] + jnp.arange(padded) // heads
+  last = positions_ref[row] + count // heads - 1
+  end = jnp.minimum(first + _PART, jnp.minimum(last + 1, k_ref.shape[4]))
   q_WE = triton.load(q_ref.at[row, queries, :], mask=own_W[:, None], other=0)
 
   def add_block(i: jax.Array, sums: tuple) -> tuple:
@@ -244,8 +265,8 @@ def _triton_kernel(
     if scale_refs:
       k_scale_S, v_scale_S = (triton.load(x.at[*at, slots]) for x in scale_refs)
       scores_WS *= k_scale_S
-    seen_S = start + jnp.arange(_BLOCK) < end
-    scores_WS = jnp.where(seen_S, scores_WS, _MASKED)
+    seen_WS = start + jnp.arange(_BLOCK) <= position_W[:, None]
+    scores_WS = jnp.where(seen_WS, scores_WS, _MASKED)
     new_W = jnp.maximum(largest_W, jnp.max(scores_WS, axis=1))
     weights_WS = jnp.exp(scores_WS - new_W[:, None])
     shrink_W = jnp.exp(largest_W - new_W)
