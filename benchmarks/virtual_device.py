@@ -231,11 +231,13 @@ class Programs:
     active_B = active_B & (new_B < left_B)
     state_BX = np.zeros((len(count_B), _STATE_SIZE), np.int32)
     state_BX[:, _ACTIVE], state_BX[:, _COUNT] = active_B, count_B
-    # As one pass with all tokens.
-    most = round(self._chunk * self._speed)
-    ids_KLB = np.zeros((1, most, len(count_B)), np.int32)
+    # Tokens up to each pass.
+    until_K = np.round(np.arange(self._chunk + 1) * self._speed).astype(int)
+    counts_KB = np.diff(np.minimum(new_B, until_K[:, None]), axis=0)
+    most = int(np.ceil(self._speed))
+    ids_KLB = np.zeros((self._chunk, most, len(count_B)), np.int32)
     log_probs_KLB = ids_KLB.astype(np.float32)
-    outputs = ids_KLB, log_probs_KLB, log_probs_KLB, new_B[None], active_B
+    outputs = ids_KLB, log_probs_KLB, log_probs_KLB, counts_KB, active_B
     return (size, state_BX), tuple(_Pending(x, done, clock) for x in outputs)
 
 

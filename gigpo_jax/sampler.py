@@ -547,7 +547,7 @@ class Sampler:
         continue  # The previous step had already finished it.
       count = int(counts_KB[:, slot].sum())
       self.stats.decode_tokens += count
-      self.stats.active_steps += np.count_nonzero(counts_KB[:, slot])
+      self.stats.active_steps += int(np.count_nonzero(counts_KB[:, slot]))
       if self._trace:
         self.stats.spans.append((slot, 'decode', step.start, end))
       entry.outputs.append(

@@ -252,7 +252,7 @@ def test_unknown_names_are_refused(field, value):
 
 def test_metrics_by_hand():
   pool = types.SimpleNamespace(restarts=1, recycled=2)
-  engine = types.SimpleNamespace(compilations=3)
+  engine = types.SimpleNamespace(compilations=3, text_size=5)
   runner = rollout.EpisodeRunner(pool, engine, None, 1, 'error')
   runner.clock = rollout.RolloutClock(
     env_wait_secs=1.0, env_spans=[(0.0, 1.0), (1.0, 4.0)], total_secs=10.0
@@ -261,16 +261,18 @@ def test_metrics_by_hand():
     prefill_tokens=30,
     padded_tokens=40,
     reused_tokens=10,
-    decode_tokens=60,
+    decode_tokens=90,
     slot_steps=80,
+    active_steps=60,
     idle_secs=0.5,
   )
   expected = {
     'prefill_tokens': 30,
     'reused_tokens': 10,
     'prefill_tokens_per_sec': 3,
-    'decode_tokens_per_sec': 6,
+    'decode_tokens_per_sec': 9,
     'slot_occupancy': 0.75,
+    'tokens_per_step': 1.5,
     'shared_prompt_share': 0.25,
     'prefill_padding_share': 0.25,
     'host_wait_share': 0.05,

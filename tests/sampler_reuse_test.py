@@ -172,7 +172,7 @@ def test_order_slots_and_parking_change_no_bit(params, prompts):
 def _number(slots: tuple, first: int) -> tuple:
   """Returns slots with the numbers from `first` on as their states."""
   numbers = first + np.arange(len(slots[1]), dtype=np.int32)
-  return slots[0], jax.numpy.tile(numbers[:, None], 4)
+  return slots[0], jax.numpy.tile(numbers[:, None], slots[1].shape[1])
 
 
 def test_rows_are_copied_between_slots_and_parked_rows():
