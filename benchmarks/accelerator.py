@@ -118,7 +118,8 @@ def make_parts(platform: str, *, quick: bool) -> list[Part]:
   if quick:
     return parts
   fields = _DECODE_FIELDS.get(platform, {}) | {
-    'int8-cache': 'rollout.cache=int8'
+    'int8-cache': 'rollout.cache=int8',
+    'drafts': 'rollout.draft_tokens=4',
   }
   for variant, field in fields.items():
     parts += [decode(1024, variant).with_fields(field)]

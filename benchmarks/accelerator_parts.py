@@ -372,7 +372,12 @@ def decode(setup: Setup, options: argparse.Namespace) -> None:
   params = models.random_params(model, devices)
   prompt = options.prompt if not setup.is_tiny else options.prompt // 16
   for slots in setup.slots:
-    engine = rollout_benchmark.make_sampler(slots, model, (prompt,))
+    engine = rollout_benchmark.make_sampler(
+      slots,
+      model,
+      (prompt,),
+      draft_tokens=setup.config.rollout.draft_tokens,
+    )
     step, prefill = rollout_benchmark.step_and_prefill_secs(
       engine, params, slots, prompt
     )

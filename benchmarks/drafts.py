@@ -1,24 +1,38 @@
-"""Measure how many tokens a step of speculative decoding would accept.
+"""Measure speculative decoding: accepted tokens, and time of rollouts.
 
     python benchmarks/drafts.py RUN/episodes
+    python benchmarks/drafts.py --config=configs/alfworld.py:mini
 
-Replays the responses of a logged run (`--config.episodes.every=1`). A draft of
-a response continues the last n tokens as an earlier response did: of the same
-episode, or of any episode of the group in an earlier turn. A sampled token is a
-function of the request alone, so a draft is accepted exactly as far as it
-equals the logged response. Nothing is timed.
+The first command measures how many tokens a step would accept. It replays the
+responses of a logged run (`--config.episodes.every=1`). A draft of a response
+continues the last n tokens as an earlier response did: of the same episode, or
+of any episode of the group in an earlier turn. A sampled token is a function of
+the request alone, so a draft is accepted exactly as far as it equals the logged
+response. Nothing is timed.
+
+The second command plays the first training episodes of a config without drafts
+and with drafts of two and four tokens, with two numbers of `decode_tokens`, in
+alternating rounds, and checks that the sampled tokens are the same.
 """
 
 import argparse
 import collections
+import contextlib
 import dataclasses
+import statistics
 from collections.abc import Iterable, Iterator, Sequence
 
+import jax
 import numpy as np
 
-from gigpo_jax import episodes
+from gigpo_jax import builders, episodes, rollout, trajectory
+from gigpo_jax import config as config_lib
+from gigpo_jax.run import model_builders
+from gigpo_jax.tools import sweep_runs
 
 SOURCES = ('own', 'group')
+# `rollout.draft_tokens` and `rollout.decode_tokens` of timed rollouts.
+SETTINGS = ((0, 8), (0, 3), (2, 3), (4, 3), (4, 8))
 
 
 @dataclasses.dataclass
@@ -107,13 +121,67 @@ def tokens_per_step(
   return tokens, steps
 
 
+def time_rollouts(name: str, rounds: int) -> None:
+  """Plays training episodes with each of SETTINGS; prints a table.
+
+  Args:
+    name: a config, such as configs/alfworld.py:mini.
+    rounds: number of timed rollouts of each setting.
+  """
+  runners, params = {}, None
+  config = sweep_runs.Run('', name, 0).load()
+  tasks = builders.make_task_sampler(config).at(0)
+  with contextlib.ExitStack() as stack:
+    pool = stack.enter_context(builders.make_pool(config))
+    for setting in SETTINGS:
+      config.rollout.draft_tokens, config.rollout.decode_tokens = setting
+      config_lib.validate(config)
+      policy = model_builders.make_model_bundle(config)
+      params = policy.load() if params is None else params
+      policy.sampler.warm_up(params)
+      runners[setting] = builders.make_runner(config, policy, pool)
+    stack.enter_context(jax.set_mesh(policy.mesh))
+    secs, played = collections.defaultdict(list), {}
+    for _ in range(1 + rounds):
+      for setting, runner in runners.items():
+        played[setting] = runner.run(
+          params,
+          tasks,
+          episodes_per_group=config.rollout.episodes_per_group,
+          stream=(rollout.TRAIN, 0),
+          sampling=model_builders.make_sampling(config),
+        )
+        secs[setting].append(runner.clock.total_secs)
+  print('| draft | decode_tokens | tokens/step | s | speed | same tokens |')
+  print('|---|---|---|---|---|---|')
+  plain = statistics.median(secs[SETTINGS[0]][1:])
+  for setting, runner in runners.items():
+    median = statistics.median(secs[setting][1:])
+    per_step = runner.stats.decode_tokens / runner.stats.active_steps
+    same = _ids(played[setting]) == _ids(played[SETTINGS[0]])
+    print(
+      f'| {setting[0]} | {setting[1]} | {per_step:.2f} | {median:.2f} '
+      f'| {plain / median:.2f} | {"yes" if same else "no"} |'
+    )
+
+
+def _ids(trajectories: Sequence[trajectory.Trajectory]) -> list:
+  """Returns the sampled tokens of all episodes."""
+  return [[s.completion_ids.tolist() for s in t.steps] for t in trajectories]
+
+
 def main() -> None:
   """Runs the command line."""
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-  parser.add_argument('folders', nargs='+')
+  parser.add_argument('folders', nargs='*')
+  parser.add_argument('--config')
+  parser.add_argument('--rounds', type=int, default=5)
   parser.add_argument('--sizes', type=int, nargs='+', default=[1, 2, 3])
   parser.add_argument('--draft', type=int, default=4)
   flags = parser.parse_args()
+  if flags.config:
+    time_rollouts(flags.config, flags.rounds)
+    return
   print('| episodes | responses | tokens each | source | n | tokens/step |')
   print('|---|---|---|---|---|---|')
   for folder in flags.folders:

@@ -21,10 +21,10 @@ p-values are adjusted for the number of methods in the table of an environment
 (Holm).
 
 TextWorld, the slippery lake and ALFWorld with full rooms have few methods, so
-that all runs fit into a day: GRPO, GiGPO, the shuffled control and G2PO, the
-best method elsewhere. The first runs of the former two could not separate
-methods: TextWorld starts at 87 %, and runs of one method ended between 0 and 44
-% on the lake. G2PO's control was added there after its results.
+that all runs take little more than a day: GRPO, GiGPO, the shuffled control and
+G2PO, the best method elsewhere. The first runs of the former two could not
+separate methods: TextWorld starts at 87 %, and runs of one method ended between
+0 and 44 % on the lake. G2PO's control was added there after its results.
 GiGPO with the states of G2PO, a control of G2PO's gain, runs on ALFWorld, where
 this gain is. With `algorithm.anchor=group`, all states of a group are one:
 GiGPO then compares each step with all steps of its group, and G2PO's step
