@@ -102,6 +102,8 @@ def serve(port: int) -> None:
 
 
 if __name__ == '__main__':
-  parser = argparse.ArgumentParser(description=__doc__)
-  parser.add_argument('port', type=int)
+  parser = argparse.ArgumentParser(
+    description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+  )
+  parser.add_argument('port', type=int, help='port to listen on')
   serve(parser.parse_args().port)

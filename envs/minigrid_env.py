@@ -305,8 +305,13 @@ def _make(name: str | None) -> Any:
       'env.name=minigrid: minigrid is not installed; run pip install -e '
       "'.[minigrid]'"
     ) from error
+  if not name:
+    raise ValueError(
+      f'env.id={name}: must name a level of MiniGrid or BabyAI, such as '
+      'BabyAI-GoToLocal-v0'
+    )
   try:
-    level = gymnasium.make(name or '', disable_env_checker=True).unwrapped
+    level = gymnasium.make(name, disable_env_checker=True).unwrapped
   except (gymnasium.error.Error, ImportError) as error:
     reason = ' '.join(str(error).split())
     raise ValueError(f'env.id={name}: cannot be made: {reason}') from error

@@ -11,6 +11,7 @@ guess does not help. Only the SDK's server is needed to serve; to read the
 tasks, nothing.
 """
 
+import argparse
 from typing import Any
 
 import numpy as np
@@ -95,4 +96,7 @@ def serve() -> None:
 
 
 if __name__ == '__main__':
+  argparse.ArgumentParser(
+    description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+  ).parse_args()
   serve()

@@ -257,6 +257,10 @@ class Env:
   def _make(self) -> Any:
     """Makes a game and resets it once, so that errors surface here."""
     name, options = self._id, self._options
+    if not name:
+      raise ValueError(
+        f'env.id={name}: must name a game of TextArena, such as Nim-v0'
+      )
     try:
       with self._sandbox():
         # '-raw': without the wrappers that format one long conversation.
@@ -264,12 +268,14 @@ class Env:
         game.reset(num_players=self._num_players, seed=0)
     except (AssertionError, LookupError, OSError) as error:
       reason = ' '.join(str(error).split())[:200]
+      hint = '; a game for two players needs env.opponent'
       raise ValueError(
         f'env.id={name}: cannot be played by {self._num_players} player(s), or '
-        f'lacks data: {reason}'
+        f'lacks data: {reason}{hint if self._num_players == 1 else ""}'
       ) from error
     except (ImportError, SyntaxError, ValueError) as error:
-      raise ValueError(f'env.id={name}: cannot be made: {error}') from error
+      reason = str(error).replace(f'{name}-raw', name)
+      raise ValueError(f'env.id={name}: cannot be made: {reason}') from error
     except TypeError as error:
       raise ValueError(f'env.options={options}: {error}') from error
     return game

@@ -154,6 +154,8 @@ def main() -> None:
   args = parser.parse_args()
   key = os.environ.get('OPENAI_API_KEY', 'none')
   url = args.url.rstrip('/')
+  if not url.startswith(('http://', 'https://')):
+    parser.error(f'url={url}: must start with http:// or https://')
   wait_for(url)
   with concurrent.futures.ThreadPoolExecutor(args.episodes_at_once) as pool:
     for future in [

@@ -319,12 +319,16 @@ def _combinations(
 def _algorithm(
   config: ml_collections.ConfigDict, refused: Set[str]
 ) -> Iterator[str]:
-  if any(field.startswith('algorithm.') for field in refused):
-    return
+  section = config.algorithm.to_dict()
+  is_refused = any(field.startswith('algorithm.') for field in refused)
+  if is_refused:  # Without the wrong options, only the name can be wrong.
+    section = {'name': section['name']}
   try:
-    algorithm = algorithms.of_section(config.algorithm.to_dict())
+    algorithm = algorithms.of_section(section)
   except ValueError as error:
     yield f'algorithm.{str(error).removeprefix("algorithm.")}'
+    return
+  if is_refused:
     return
   yield from _ignored_options(config, algorithm, refused)
   if algorithm.needs_values and not refused:

@@ -213,7 +213,7 @@ def _warm_start(
   else:
     rows = imitated_rows(config, policy.tokenizer, source)
     console.log(
-      f'{rows.real.sum()} steps to imitate, {rows.lengths.sum()} tokens'
+      f'{rows.real.sum()} rows to imitate, {rows.lengths.sum()} tokens'
     )
   learner_lib.check_same_tokens(rows)
   with jax.set_mesh(policy.mesh):

@@ -23,6 +23,8 @@ def parse(argv: list[str], *, module: str) -> list[str]:
   try:
     rest = flags.FLAGS(expand_home(argv))
     check_arguments(rest)
+  except flags.UnrecognizedFlagError as error:
+    exit_with_error(f'{describe_error(error)}; --help lists the flags')
   except (flags.Error, ValueError) as error:
     exit_with_error(describe_error(error))
   return rest

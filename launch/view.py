@@ -24,7 +24,7 @@ def main() -> None:
     'export', None, 'HTML file to export the page with all its data to.'
   )
   iterations = flags.DEFINE_list(
-    'iterations', [], 'Iterations to export; default: all.'
+    'iterations', [], 'Iterations to export, such as 0,10; default: all.'
   )
   host = flags.DEFINE_string('host', '127.0.0.1', 'Address to listen on.')
   port = flags.DEFINE_integer(

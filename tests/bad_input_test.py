@@ -71,7 +71,7 @@ FIELDS = (
   _field('rollout.groups', 'many', 'many: wrong type; must be an integer'),
   _field('rollout.groups', None, 'None: wrong type; must be an integer'),
   _field('rollout.groups', 1.5, '1.5: wrong type; must be an integer'),
-  _field('lora', True, 'must be one of its fields', 'rank'),
+  _field('lora', True, 'must be set field by field', 'rank'),
   _field('learning_rate', 1, 'no such field', 'optimizer.learning_rate'),
   _field('algorithm.gamma', 1, 'no such field', 'algorithm.discount'),
   Case((TINY, '--config=configs/webshop.py:tiny'), ('another --config',)),
@@ -238,7 +238,7 @@ COMMANDS = (
   _flags(
     TINY,
     '--model={dir}/none',
-    expected=('model.path=', 'no config.json; needs'),
+    expected=('model.path=', 'no such folder; needs'),
     script='evaluate',
   ),
   _flags('--workdir={dir}', expected=('--sweep: missing',), script='sweep'),
@@ -316,7 +316,7 @@ def _copy_weights(model: pathlib.Path) -> None:
 
 
 MODELS = (
-  _model(shutil.rmtree, 'no config.json; needs'),
+  _model(shutil.rmtree, 'no such folder; needs'),
   _model(_unlink('config.json'), 'no config.json; needs'),
   _model(_write('config.json', '{'), 'config.json', 'not JSON'),
   _model(_write('config.json', '[]'), 'config.json', 'not a JSON object'),

@@ -146,7 +146,7 @@ def _refusal(**changes) -> str:
     ('mesh.tensor', 0, 'must be at least 1, or -1'),
     ('mesh.data', -1, 'at most one axis may be -1'),
     ('model.dtype', 'float16', 'must be one of bfloat16, float32'),
-    ('model.path', '/nowhere', 'no config.json; needs'),
+    ('model.path', '/nowhere', 'no such folder; needs'),
     ('env.name', 'alfred', 'must be one of alfworld, endpoint, '),
     ('env.engine', 'unity', 'must be one of textworld, native'),
     ('env.data_dir', '/nowhere', 'no folder json_2.1.1/train'),
@@ -670,6 +670,11 @@ def test_names_of_other_trainers_stand_for_fields_that_exist():
 def test_all_problems_are_reported_at_once():
   message = _refusal(rollout__groups=0, checkpoint__every=0)
   assert len(message.splitlines()) == 2
+  message = _refusal(algorithm__name='gippo', algorithm__norm='std')
+  assert [x.partition(':')[0] for x in message.splitlines()] == [
+    'algorithm.norm=std',
+    'algorithm.name=gippo',
+  ]
 
 
 def test_missing_requirements_of_the_paper_are_reported(monkeypatch):

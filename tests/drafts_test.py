@@ -170,7 +170,7 @@ def test_drafts_change_no_sample(params, draft_tokens, options):
   engine.take_stats()
   results = [engine.generate(params, drafted)]
   stats = engine.take_stats()
-  assert stats.decode_tokens > 1.2 * stats.active_steps
+  assert stats.decode_tokens > 1.05 * stats.active_steps
   results.append(engine.generate(params, requests))
   stats = engine.take_stats()
   assert stats.decode_tokens == stats.active_steps

@@ -145,7 +145,7 @@ def test_levels_of_baby_ai_end_by_themselves():
 @pytest.mark.parametrize(
   ('name', 'message'),
   [
-    (None, 'env.id=None: cannot be made'),
+    (None, 'env.id=None: must name a level'),
     ('BabyAI-Nothing-v0', 'env.id=BabyAI-Nothing-v0: cannot be made'),
     ('CartPole-v1', 'env.id=CartPole-v1: no level of MiniGrid'),
   ],

@@ -352,9 +352,9 @@ def test_random_play_needs_a_list_of_moves():
 @pytest.mark.parametrize(
   ('changes', 'message'),
   [
-    ({'id': None}, 'env.id=None: cannot be made'),
-    ({'id': 'Nowhere-v0'}, 'env.id=Nowhere-v0: cannot be made'),
-    ({'id': 'TicTacToe-v0'}, 'env.id=TicTacToe-v0: cannot be played by 1 play'),
+    ({'id': None}, 'env.id=None: must name a game'),
+    ({'id': 'Nowhere-v0'}, 'env.id=Nowhere-v0: cannot be made: .*Nowhere-v0 '),
+    ({'id': 'TicTacToe-v0'}, 'played by 1 play.*; a game for two .*opponent$'),
     ({'opponent': 'random'}, 'env.id=TowerOfHanoi-v0: cannot be played by 2'),
     ({'opponent': 'bob'}, 'env.opponent=bob: unknown .*; must be random, self'),
     ({'player': 1}, 'env.player=1: must be 0, or 1 with env.opponent'),

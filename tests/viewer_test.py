@@ -333,6 +333,11 @@ def test_summary_refuses_a_folder_without_a_run(tmp_path):
   hint = f'did you mean --workdir={tmp_path}/evaluation/0'
   with pytest.raises(ValueError, match=hint):
     viewer.summary(tmp_path)
+  # Of a run that compiles its programs.
+  (tmp_path / 'config.json').write_text('{}')
+  (tmp_path / 'metrics.jsonl').touch()
+  with pytest.raises(ValueError, match='no finished iteration yet; try again'):
+    viewer.summary(tmp_path)
 
 
 def _view(*flags):

@@ -2,6 +2,7 @@
 
 import difflib
 import functools
+import inspect
 import itertools
 import pathlib
 import re
@@ -131,23 +132,29 @@ _OTHER_NAMES = {
   'delta': 'loss.dual_clip',
   'enable_gradient_checkpointing': 'model.remat',
   'enable_similarity': 'algorithm.anchor',
+  'env_name': 'env.name',
   'entropy_coef': 'loss.entropy_weight',
   'entropy_coeff': 'loss.entropy_weight',
   'epsilon': 'loss.clip_epsilon',
   'epsilon_high': 'loss.clip_epsilon_high',
+  'eval_on_start': 'evaluation.every',
   'eval_steps': 'evaluation.every',
   'gamma': 'algorithm.discount',
+  'generation_batch_size': 'rollout.groups',
   'grad_clip': 'optimizer.max_grad_norm',
+  'gradient_accumulation_steps': 'learner.microbatch_tokens',
   'gradient_checkpointing': 'model.remat',
   'group_size': 'rollout.episodes_per_group',
   'importance_sampling_level': 'loss.ratio_level',
   'invalid_action_penalty_coef': 'algorithm.invalid_penalty',
+  'iterations': 'num_iterations',
   'kl_coef': 'reward.kl_weight',
   'kl_loss_coef': 'loss.kl_weight',
   'kl_loss_type': 'loss.kl_estimator',
   'lam': 'algorithm.gae_lambda',
   'log_completions': 'episodes.every',
   'logger': 'metrics.wandb',
+  'lora_rank': 'lora.rank',
   'loss_agg_mode': 'loss.aggregation',
   'loss_type': 'loss.aggregation',
   'lr': 'optimizer.learning_rate',
@@ -156,6 +163,7 @@ _OTHER_NAMES = {
   'mask_truncated_completions': 'filter.select',
   'max_actor_ckpt_to_keep': 'checkpoint.keep',
   'max_completion_length': 'rollout.max_completion_tokens',
+  'max_num_gen_batches': 'filter.max_refills',
   'max_prompt_length': 'rollout.max_prompt_tokens',
   'max_response_length': 'rollout.max_completion_tokens',
   'mode': 'algorithm.norm',
@@ -165,6 +173,7 @@ _OTHER_NAMES = {
   'num_epochs': 'num_iterations',
   'num_generations': 'rollout.episodes_per_group',
   'num_train_epochs': 'num_iterations',
+  'peft_config': 'lora.rank',
   'per_device_train_batch_size': 'learner.microbatch_tokens',
   'ppo_epochs': 'learner.epochs',
   'ppo_micro_batch_size_per_gpu': 'learner.microbatch_tokens',
@@ -185,6 +194,11 @@ _OTHER_NAMES = {
   'total_epochs': 'num_iterations',
   'total_training_steps': 'num_iterations',
   'train_batch_size': 'rollout.groups',
+  'use_kl_in_reward': 'reward.kl_weight',
+  'val_batch_size': 'evaluation.num_tasks',
+  'val_before_train': 'evaluation.every',
+  'vllm_importance_sampling_clip_max': 'loss.tis_clip',
+  'vllm_tensor_parallel_size': 'rollout.tensor',
   'warmup_steps': 'optimizer.warmup_updates',
 }
 
@@ -239,7 +253,10 @@ def accepted(config: ml_collections.ConfigDict, field: str) -> str:
   *sections, name = field.split('.')
   section = functools.reduce(lambda part, key: part[key], sections, config)
   if isinstance(section[name], ml_collections.ConfigDict):
-    return f'one of its fields, {", ".join(flatten(section[name]))}'
+    return (
+      f'set field by field, --config.{field}.NAME=VALUE; its names are '
+      f'{", ".join(flatten(section[name]))}'
+    )
   own = section.get_type(name)
   return _TYPES.get(own, f'of type {own.__name__}')
 
@@ -280,7 +297,11 @@ def load(
     ValueError: in one line, if the file makes no config.
   """
   try:
-    config = runpy.run_path(path)['get_config'](variant)
+    get_config = runpy.run_path(path).get('get_config')
+    if get_config is None:
+      raise TypeError('the file has no get_config(variant)')
+    inspect.signature(get_config).bind(variant)
+    config = get_config(variant)
   except ValueError as error:
     if pathlib.Path(path).resolve().parent == _CONFIGS:
       raise
@@ -290,7 +311,7 @@ def load(
   except (Exception, SystemExit) as error:  # A file may raise anything.
     raise ValueError(
       f'{flag}{path}: cannot be loaded ({type(error).__name__}: {error}); must '
-      'be like one of configs/*.py'
+      'define get_config(variant), as configs/alfworld.py does'
     ) from error
   problem = ''
   if not isinstance(config, ml_collections.ConfigDict):

@@ -68,6 +68,11 @@ def summary(workdir: str | pathlib.Path) -> dict[str, Any]:
   root = pathlib.Path(workdir)
   metric_lines, episode_sets = metrics.read(root), _episode_sets(root)
   if not metric_lines and not episode_sets:
+    if (root / 'config.json').is_file():
+      raise ValueError(
+        f'--workdir={workdir}: the run has no finished iteration yet; try '
+        'again after the first'
+      )
     kept = sorted(root.glob(f'evaluation/*/{episodes.FOLDER}'))
     hint = f'; did you mean --workdir={kept[0].parent}?' if kept else ''
     raise ValueError(

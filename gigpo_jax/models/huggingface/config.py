@@ -163,8 +163,9 @@ def read_config(
   """
   path = pathlib.Path(directory) / 'config.json'
   if not path.is_file():
+    missing = 'config.json' if path.parent.is_dir() else 'such folder'
     raise ValueError(
-      f'model.path={directory}: no config.json; needs a Hugging Face '
+      f'model.path={directory}: no {missing}; needs a Hugging Face '
       'directory with config.json, *.safetensors and a tokenizer, or a name on '
       'the hub: organisation/name'
     )
