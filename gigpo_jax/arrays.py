@@ -206,7 +206,7 @@ def ids32(ids: ArrayLike, *, padding: bool = False) -> Int[Array, ' R']:
     ids: integers [R], of any width outside jit. Wide integers are replaced by
       dense ids, since jax would silently truncate them to their low half. With
       shape [R, K], each row of integers is one id.
-    padding: whether -1 marks padding and stays -1.
+    padding: whether -1, or a row of -1, marks padding and becomes -1.
   """
   if isinstance(ids, jax.core.Tracer):
     return ids.astype(jnp.int32)
@@ -218,5 +218,7 @@ def ids32(ids: ArrayLike, *, padding: bool = False) -> Int[Array, ' R']:
     return jnp.asarray(array.astype(np.int32))
   axis = 0 if array.ndim > 1 else None
   _, dense = np.unique(array, axis=axis, return_inverse=True)
-  dense = dense.astype(np.int32)
-  return jnp.asarray(np.where(array == -1, -1, dense) if padding else dense)
+  if padding:
+    is_padding = np.all(array == -1, axis=tuple(range(1, array.ndim)))
+    dense = np.where(is_padding, -1, dense)
+  return jnp.asarray(dense.astype(np.int32))

@@ -501,11 +501,12 @@ def test_jit_and_no_jit_agree():
     pytest.param(lambda k: np.array([7, k], np.uint64), id='uint64-pairs'),
   ],
 )
-def test_wide_ids_are_not_truncated(wide):
+@pytest.mark.parametrize('name', ['anchors', 'groups', 'episodes'])
+def test_wide_ids_are_not_truncated(wide, name):
   expected = advantages.gigpo(**GOLDEN)
-  anchors = [wide(k) for k in GOLDEN['anchors']]
-  dtype = None if isinstance(anchors[0], np.generic | np.ndarray) else object
-  hashed = GOLDEN | {'anchors': np.array(anchors, dtype)}
+  ids = [wide(k) for k in GOLDEN[name]]
+  dtype = None if isinstance(ids[0], np.generic | np.ndarray) else object
+  hashed = GOLDEN | {name: np.array(ids, dtype)}
   np.testing.assert_array_equal(advantages.gigpo(**hashed), expected)
 
 

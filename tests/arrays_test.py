@@ -72,7 +72,11 @@ def test_ids32():
   wide = [2**63 + 5, -1, 2**63]
   np.testing.assert_array_equal(arrays.ids32(wide, padding=True), [2, -1, 1])
   pairs = np.array([[1, 2], [1, 3], [1, 2]], np.uint64)
-  np.testing.assert_array_equal(arrays.ids32(pairs), [0, 1, 0])
+  for padding in (False, True):
+    ids = arrays.ids32(pairs, padding=padding)
+    np.testing.assert_array_equal(ids, [0, 1, 0])
+  padded = np.array([[-1, 7], [-1, -1], [-1, 7]])
+  np.testing.assert_array_equal(arrays.ids32(padded, padding=True), [1, -1, 1])
   assert arrays.ids32(np.array([4, 5], np.int32)).dtype == jnp.int32
 
 
