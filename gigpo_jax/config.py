@@ -366,7 +366,7 @@ def _ignored_options(
   ):
     yield f'{field}={value}: {name} has no such option; must be {default}'
   if not algorithm.needs_values:
-    fields = [f'critic.{option}' for option in config.critic]
+    fields = [f'critic.{option}' for option in config_fields.defaults().critic]
     for field, value, default in config_fields.non_default(config, fields):
       yield f'{field}={value}: {name} has no critic; must be {default}'
   yield from config_fields.unmet(config, refused)

@@ -454,8 +454,11 @@ def of_section(section: Mapping[str, Any]) -> token_batch.Loss:
   if not isinstance(factory, type):
     return FunctionLoss(factory)
   for option, default in options.defaults(factory).items():
-    if isinstance(values.get(option), Mapping):  # A group of options.
-      values[option] = type(default)(**values[option])
+    if isinstance(group := values.get(option), Mapping):
+      options.refuse_unknown(
+        type(default), group, field=option, prefix=f'{option}.'
+      )
+      values[option] = type(default)(**group)
   return options.make(
     factory, values, field=f'name={name}', needs=('columns', '__call__')
   )

@@ -191,7 +191,7 @@ def check_choice(name: str, value: str, values: Sequence[str]) -> None:
 
 
 def refuse_unknown(
-  factory: Any, values: Mapping[str, Any], *, field: str
+  factory: Any, values: Mapping[str, Any], *, field: str, prefix: str = ''
 ) -> None:
   """Raises ValueError, in one line, for an option that a class does not have.
 
@@ -199,6 +199,7 @@ def refuse_unknown(
     factory: the class.
     values: options by name.
     field: what names the class, and its value.
+    prefix: put before the names of options in messages.
   """
   known = list(defaults(factory))
   for name, value in values.items():
@@ -206,7 +207,7 @@ def refuse_unknown(
       close = difflib.get_close_matches(name, known, 1)
       hint = f'did you mean {close[0]}? ' if close else ''
       raise ValueError(
-        f'{name}={value!r}: no option of {field}; {hint}must be one of '
+        f'{prefix}{name}={value!r}: no option of {field}; {hint}must be one of '
         f'{", ".join(known) or "none"}'
       )
 

@@ -617,6 +617,11 @@ def test_invalid_value_is_refused_in_one_line(field, value, accepted):
     ({'groups': 4}, '^groups=4: no such field; did you mean rollout.groups'),
     ({'loss.gamma': 1.0}, 'no such field; did you mean algorithm.discount'),
     ({'loss.omega': 1.0}, 'no such field; must be one of configs/base.py or'),
+    ({'critic.clip': 1.0}, 'critic.clip=1.0: no such field'),
+    (
+      {'loss.entropy_band.weigth': 1.0},
+      'loss.entropy_band.weigth=1.0: no option of .*; did you mean weight',
+    ),
   ],
 )
 def test_conflicting_values_are_refused_in_one_line(changes, message):
