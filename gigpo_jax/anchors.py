@@ -81,7 +81,11 @@ def assign_ids(
 
   Returns:
     Ids from 0, and -1 for unknown states.
+
+  Raises:
+    ValueError: if the anchor is unknown.
   """
+  options.check_choice('anchor', anchor, ANCHORS)
   states = [
     [_anchor_text(state, t, anchor) for t, state in enumerate(states)]
     for _, states in episodes

@@ -14,7 +14,7 @@ import numpy as np
 from jaxtyping import Bool, Float, Int
 
 from envs import base
-from gigpo_jax import anchors, forced_prefixes, trajectory
+from gigpo_jax import anchors, forced_prefixes, options, trajectory
 
 # Reward components of every environment: the reward, -1 for each invalid
 # response, and the score reported with the last step.
@@ -177,9 +177,10 @@ def from_trajectories(
     seed: for anchor='shuffled': seed of the run and iteration.
 
   Raises:
-    ValueError: if no episode holds a step, no step reports a component, or a
-      row exceeds a limit.
+    ValueError: if no episode holds a step, no step reports a component, a row
+      exceeds a limit, or `anchor` or `agent_rewards` is unknown.
   """
+  options.check_choice('agent_rewards', agent_rewards, AGENT_REWARDS)
   complete = [
     (index, t) for index, t in enumerate(trajectories) if not t.failure
   ]
@@ -293,14 +294,14 @@ def _shared_metrics(episode: trajectory.Trajectory) -> list[dict[str, float]]:
 
 
 def _transitions(
-  episodes: Sequence[trajectory.Trajectory], **options: Any
+  episodes: Sequence[trajectory.Trajectory], **anchor_options: Any
 ) -> list[tuple[int, int]]:
   """Returns the ids of the states before and after each step."""
   states = anchors.assign_ids(
     [(t.group, _states(t)) for t in episodes],
     has_final_state=True,
     agents=[_state_agents(t) for t in episodes],
-    **options,
+    **anchor_options,
   )
   return [pair for ids in states for pair in zip(ids, ids[1:], strict=False)]
 

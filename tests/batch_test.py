@@ -201,6 +201,12 @@ def test_equal_actions_of_a_group_share_an_id():
   assert rows.actions.tolist() == [0, 0, 1, 2]
 
 
+@pytest.mark.parametrize('option', ['anchor', 'agent_rewards'])
+def test_unknown_options_are_refused(option):
+  with pytest.raises(ValueError, match=f'^{option}=x: unknown; must be one of'):
+    batch.from_trajectories(EPISODES, **SIZES, **{option: 'x'})
+
+
 def test_failed_episodes_only_are_rejected():
   failed = [make_episode(0, 0, make_step([1], [2], 'hall'), failure='hung')]
   with pytest.raises(ValueError, match='all episodes failed.*hung'):
