@@ -134,12 +134,7 @@ class Rows:
 
   def take(self, index: np.ndarray | slice) -> 'Rows':
     """Returns the rows of the given indices, in that order."""
-    return Rows(
-      **{
-        field.name: getattr(self, field.name)[index]
-        for field in dataclasses.fields(self)
-      }
-    )
+    return Rows(**{name: x[index] for name, x in vars(self).items()})
 
 
 def from_trajectories(
@@ -181,43 +176,43 @@ def from_trajectories(
       exceeds a limit, or `anchor` or `agent_rewards` is unknown.
   """
   options.check_choice('agent_rewards', agent_rewards, AGENT_REWARDS)
-  complete = [
-    (index, t) for index, t in enumerate(trajectories) if not t.failure
-  ]
-  steps = [
+  complete = {n: t for n, t in enumerate(trajectories) if not t.failure}
+  episodes = list(complete.values())
+  turns = [
     (episode, index, t, step)
-    for index, episode in complete
+    for index, episode in complete.items()
     for t, step in enumerate(_rewarded_steps(episode, agent_rewards))
   ]
+  steps = [step for *_, step in turns]
   if not steps:
     reason = next((t.failure for t in trajectories if t.failure), 'none given')
     raise ValueError(f'all episodes failed, nothing to train on: {reason}')
   rows = pack(
-    [step.prompt_ids for _, _, _, step in steps],
-    [step.completion_ids for _, _, _, step in steps],
+    [step.prompt_ids for step in steps],
+    [step.completion_ids for step in steps],
     max_prompt_tokens=max_prompt_tokens,
     max_completion_tokens=max_completion_tokens,
     row_multiple=row_multiple,
     num_components=len(components),
   )
   transitions = _transitions(
-    [episode for _, episode in complete],
+    episodes,
     anchor=anchor,
     threshold=similarity_threshold,
     history=anchor_history,
     seed=seed,
   )
-  _set_agents(rows, [episode for _, episode in complete], agents)
-  rows.responses[: len(steps)] = _response_ids([e for _, e in complete])
+  _set_agents(rows, episodes, agents)
+  rows.responses[: len(steps)] = _response_ids(episodes)
   action_ids: dict[tuple[int, str], int] = {}
-  for r, (episode, index, t, step) in enumerate(steps):
+  for r, (episode, index, t, step) in enumerate(turns):
     action = episode.group, _canonical(step.result.action)
     rows.actions[r] = action_ids.setdefault(action, len(action_ids))
     rows.episodes[r], rows.steps[r] = index, t
     rows.anchors[r], rows.next_anchors[r] = transitions[r]
     rows.prefixes[r] = forced_prefixes.find(step.response, prefixes)
     _fill_row(rows, r, step, components)
-  _check_components(components, [step.result for _, _, _, step in steps])
+  _check_components(components, [step.result for step in steps])
   return rows
 
 
