@@ -76,8 +76,8 @@ class LearnerPrograms:
   - teacher: the same for a teacher's rows, with their own loss;
   - apply: state and sums of metrics after an optimizer step.
 
-  'outputs' and 'accumulate' exist for each shape of microbatch, and 'outputs'
-  also for each type of parameters.
+  Programs that take the arrays of a microbatch exist for each of its shapes,
+  and 'outputs' also for each type of parameters.
 
   Args:
     config: shape of the model; with a value head, its outputs are
@@ -112,10 +112,10 @@ class LearnerPrograms:
     temperature: float,
     make_arrays: Callable[[packing.Shape, str], dict[str, Any]],
     *,
-    signals: Sequence[str] = (),
-    tree: bool = False,
-    scaled: bool = False,
-    teacher_loss: token_batch.Loss | None = None,
+    signals: Sequence[str],
+    tree: bool,
+    scaled: bool,
+    teacher_loss: token_batch.Loss | None,
   ):
     self._config, self._mesh = config, mesh
     self._tree, self._scaled = tree, scaled
@@ -169,6 +169,12 @@ class LearnerPrograms:
 
   def _make_functions(self) -> dict[str, Any]:
     state, grads = self._state_shardings, self.param_shardings
+    jit_outputs = functools.partial(jax.jit, out_shardings=self._row_sharding)
+    jit_sums = functools.partial(
+      jax.jit,
+      donate_argnames=('grads', 'sums'),
+      out_shardings=(grads, self.replicated),
+    )
     return {
       'init': jax.jit(self._optimizer.init, out_shardings=state.opt_state),
       'zeros': jax.jit(
@@ -187,22 +193,10 @@ class LearnerPrograms:
         keep_unused=True,
         out_shardings=grads,
       ),
-      'outputs': jax.jit(
-        self._log_probs_or_values, out_shardings=self._row_sharding
-      ),
-      'signals': jax.jit(
-        self._further_outputs, out_shardings=self._row_sharding
-      ),
-      'accumulate': jax.jit(
-        self._accumulate,
-        donate_argnames=('grads', 'sums'),
-        out_shardings=(grads, self.replicated),
-      ),
-      'teacher': jax.jit(
-        self._accumulate_teacher,
-        donate_argnames=('grads', 'sums'),
-        out_shardings=(grads, self.replicated),
-      ),
+      'outputs': jit_outputs(self._log_probs_or_values),
+      'signals': jit_outputs(self._further_outputs),
+      'accumulate': jit_sums(self._accumulate),
+      'teacher': jit_sums(self._accumulate_teacher),
       'apply': jax.jit(
         self._apply,
         donate_argnames=('state', 'sums'),
