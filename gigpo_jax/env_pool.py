@@ -492,7 +492,7 @@ class EnvPool:
     end = time.monotonic() + timeout
     while events := self._selector.select(timeout):
       for key, mask in events:
-        w, handle = key.data
+        w, _ = key.data
         if mask & selectors.EVENT_WRITE and w in self._workers:
           w.flush()
           self._watch(w)

@@ -1,6 +1,7 @@
 """AdamW with warm-up, decay and a clip of the global gradient norm."""
 
 import dataclasses
+import math
 
 import jax
 import jax.numpy as jnp
@@ -63,8 +64,8 @@ class AdamW:
   def num_warmup_updates(self) -> int:
     """The number of warm-up updates."""
     # The subtraction absorbs the rounding of the product.
-    share = self.warmup_ratio * self.decay_updates - 1e-9
-    return self.warmup_updates or max(int(-(-share // 1)), 0)
+    share = math.ceil(self.warmup_ratio * self.decay_updates - 1e-9)
+    return self.warmup_updates or max(share, 0)
 
   def schedule(self, count: jax.Array | np.ndarray) -> jax.Array | np.ndarray:
     """Returns the learning rate of the update after `count` updates.

@@ -107,16 +107,15 @@ class Family:
       raise ValueError(
         f'{self.field}={names}: names one twice; must be different names'
       )
-    chain = []
-    for name in names:
-      plugin = options_lib.make(
+    return tuple(
+      options_lib.make(
         self.find(name),
         values,
         field=f'{self.field}={name}',
         needs=('needs', 'needs_group', '__call__'),
       )
-      chain.append(plugin)
-    return tuple(chain)
+      for name in names
+    )
 
   def options(self, names: Sequence[str] | None = None) -> set[str]:
     """Returns the names of all options of plug-ins; None: of all known ones."""

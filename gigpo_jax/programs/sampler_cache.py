@@ -197,8 +197,7 @@ class SlotCache:
     for n, move in enumerate(batch):
       tokens[n, : len(move.tokens)] = move.tokens
       counts[n] = move.count
-    inputs = (tokens, counts, _agents(batch, len(tokens)))
-    inputs = map(self._place, inputs)
+    inputs = map(self._place, (tokens, counts, _agents(batch, len(tokens))))
     self._put(self._programs.prefill(params, *inputs), batch)
     return tokens.size
 
