@@ -231,7 +231,7 @@ def device_inputs(  # noqa: PLR0913
   )
 
 
-# Options of `make_components`, which are constants of a program.
+# Options of `segment_rows` and `make_components`, constants of a program.
 STATISTICS = tuple(OPTIONS)
 jit = functools.partial(jax.jit, static_argnames=STATISTICS)
 

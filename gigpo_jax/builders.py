@@ -423,7 +423,7 @@ def make_dummy_rows(config: ml_collections.ConfigDict) -> batch.Rows:
 
 
 def make_reference(bundle: model_builders.ModelBundle, params: dict) -> dict:
-  """Returns the reference parameters of the KL penalty.
+  """Returns the frozen parameters of the reference policy.
 
   A copy in the compute dtype. With adapters an empty dict, because the network
   without adapters is the reference.

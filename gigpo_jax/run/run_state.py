@@ -22,8 +22,8 @@ class RunState:
   Attributes:
     policy: state of the policy.
     critic: state of the critic; None for algorithms without a critic.
-    reference: frozen parameters of the KL penalty, which are never saved; None
-      without the penalty.
+    reference: frozen parameters of the reference policy, which are never saved;
+      None if neither the loss nor the reward needs it.
   """
 
   policy: learner.TrainState
