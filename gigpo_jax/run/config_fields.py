@@ -311,7 +311,7 @@ def load(
   except (Exception, SystemExit) as error:  # A file may raise anything.
     raise ValueError(
       f'{flag}{path}: cannot be loaded ({type(error).__name__}: {error}); must '
-      'define get_config(variant), as configs/alfworld.py does'
+      'define get_config(variant), as an experiment in configs/ does'
     ) from error
   problem = ''
   if not isinstance(config, ml_collections.ConfigDict):
