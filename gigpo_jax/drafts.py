@@ -9,7 +9,8 @@ are sampled in one pass.
 Here a draft continues the last two tokens as the newest response of the group
 did that has them (n-gram or prompt-lookup drafts).
 
-Shapes: **B** slots, **N** tokens of a text, **D** tokens of a draft.
+Shapes: **B** slots, **N** tokens of a text, **D** tokens of a draft, **L** = D
++ 1 tokens of a pass.
 """
 
 import collections
@@ -88,3 +89,26 @@ def propose(
   return jnp.take_along_axis(
     texts_BN, indices_BD, axis=1, mode='fill', fill_value=-1
   )
+
+
+def accept(
+  active_B: jax.Array,
+  drafts_BD: jax.Array,
+  ids_BL: jax.Array,
+  ends_BL: jax.Array,
+) -> jax.Array:
+  """Returns which of the sampled tokens belong to the completion, [B, L].
+
+  The first does. Another one does if the draft equals the tokens sampled before
+  it, none of which ends the completion.
+
+  Args:
+    active_B: whether the completion is unfinished.
+    drafts_BD: the draft.
+    ids_BL: the tokens sampled after the last one, and after each of the draft.
+    ends_BL: whether the completion ends with a token.
+  """
+  is_right_BD = (ids_BL[:, :-1] == drafts_BD) & ~ends_BL[:, :-1]
+  first_B1 = active_B[:, None]
+  is_kept_BL = jnp.concatenate([first_B1, is_right_BD], axis=1)
+  return jnp.cumprod(is_kept_BL, axis=1) > 0

@@ -110,6 +110,27 @@ def test_drafts_equal_a_search_from_the_end():
   assert np.mean(np.asarray(result) >= 0) > 0.1
 
 
+def test_tokens_after_a_right_draft_are_accepted():
+  # A right draft, a wrong one, one that is right again after a wrong token, one
+  # past the end of the completion, and an inactive slot.
+  active = np.array([True, True, True, True, False])
+  proposed = np.array([[4, 6], [3, 6], [3, 6], [4, 6], [4, 6]])
+  ids = np.array([[4, 6, 8]] * 5)
+  ends = np.zeros((5, 3), bool)
+  ends[3, 0] = True
+  result = drafts.accept(active, proposed, ids, ends)
+  assert np.asarray(result, int).tolist() == [
+    [1, 1, 1],
+    [1, 0, 0],
+    [1, 0, 0],
+    [1, 0, 0],
+    [0, 0, 0],
+  ]
+  assert drafts.accept(active, proposed[:, :0], ids[:, :1], ends[:, :1])[
+    :, 0
+  ].tolist() == [True] * 4 + [False]
+
+
 def test_a_group_has_its_newest_responses():
   texts = drafts.Texts(9)
   prompt = np.array([1, 2, 3, 4], np.int32)

@@ -515,9 +515,8 @@ def _decode_pass(
 ) -> tuple:
   """Decodes a token of every slot and those of a right draft; a loop's body.
 
-  All tokens of the draft are decoded with the last sampled token. A token is
-  sampled after each of them; the first is a token of the completion, and so is
-  each after a part of the draft that equals the tokens sampled before it.
+  All tokens of the draft are decoded with the last sampled token, and a token
+  is sampled after each of them; see `drafts.accept`.
 
   Args:
     static: static inputs of all steps.
@@ -558,18 +557,12 @@ def _decode_pass(
   stop_ids = jnp.asarray(static.stop_ids, jnp.int32)
   is_stop_BL = (ids_BL[..., None] == stop_ids).any(axis=-1)
   ends_BL = is_stop_BL | (counts_BL + 1 >= limit_B[:, None])
-  is_right_BD = (ids_BL[:, :-1] == drafts_BD) & ~ends_BL[:, :-1]
-  is_new_BL = jnp.cumprod(
-    jnp.concatenate([active_B[:, None], is_right_BD], axis=1), axis=1
-  )
+  is_new_BL = drafts.accept(active_B, drafts_BD, ids_BL, ends_BL)
   new_B = jnp.sum(is_new_BL, axis=1)
-  values = (
-    *(jnp.where(is_new_BL, x, 0).T for x in (ids_BL, *log_probs)),
-    new_B,
-  )
+  sampled = (jnp.where(is_new_BL, x, 0).T for x in (ids_BL, *log_probs))
   outputs = tuple(
     output.at[k].set(value)
-    for output, value in zip(outputs, values, strict=True)
+    for output, value in zip(outputs, (*sampled, new_B), strict=True)
   )
   # The state of an inactive slot does not change.
   history_BL = jnp.concatenate(
@@ -579,7 +572,7 @@ def _decode_pass(
     jnp.take_along_axis(history_BL, (new_B + n)[:, None], axis=1)[:, 0]
     for n in range(2)
   )
-  is_over_B = jnp.any(ends_BL & (is_new_BL > 0), axis=1)
+  is_over_B = jnp.any(ends_BL & is_new_BL, axis=1)
   state = (
     active_B & ~is_over_B,
     last_B,
