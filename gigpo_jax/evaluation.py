@@ -299,7 +299,8 @@ def _by_type(
   groups = {'all': list(trajectories)}
   if len(task_types) > 1:
     for task_type in task_types:
-      groups[task_type] = [t for t in trajectories if t.task_type == task_type]
+      name = "'all'" if task_type == 'all' else task_type
+      groups[name] = [t for t in trajectories if t.task_type == task_type]
   return groups
 
 

@@ -46,6 +46,7 @@ def estimate(
     clamp: upper bound of the estimate. Above it the gradient is 0. None
       disables the bound.
   """
+  options.check_choice('estimator', estimator, ESTIMATORS)
   difference = ref_log_probs - log_probs
   xp = difference.__array_namespace__()
   if estimator == 'k3':

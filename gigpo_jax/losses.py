@@ -134,6 +134,7 @@ def truncated_importance(
     tis_level: 'token', or 'row' for the product over a row's tokens; both
       log-probs are 0 past the completion.
   """
+  options.check_choice('tis_level', tis_level, RATIO_LEVELS)
   difference = old_log_probs - sampler_log_probs
   if tis_level == 'row':
     total = np.sum(difference, axis=1, keepdims=True)

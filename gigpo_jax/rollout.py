@@ -516,7 +516,8 @@ class _Rollout:
       observation = reply.observation
     if observation is None:
       return None
-    if len(episode.steps) == episode.batch.max_turns:
+    max_turns = episode.batch.max_turns
+    if max_turns is not None and len(episode.steps) >= max_turns:
       self._pool.end(env)
       return None
     reason = conversation.prompt_error(

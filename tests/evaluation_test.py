@@ -199,6 +199,16 @@ def test_table_has_a_row_per_task_type(tmp_path):
     'heat',
   ]
   assert '| 4 | 50.0% [15.0%, 85.0%]' in lines[2]
+  named = [
+    dataclasses.replace(e, task_type=x)
+    for e, x in zip(episodes, ('all', 'cool', 'cool', 'cool'), strict=True)
+  ]
+  lines = evaluation.table('mine', named).splitlines()
+  assert [line.split('|')[2:4] for line in lines[2:]] == [
+    [' all ', ' 4 '],
+    [" 'all' ", ' 1 '],
+    [' cool ', ' 3 '],
+  ]
   evaluation.draw({'mine': episodes, 'other': episodes}, tmp_path / 'x.png')
   assert (tmp_path / 'x.png').stat().st_size > 5000
 

@@ -708,6 +708,27 @@ def _run_in_parts(text, schedule: str, **pool_options):
   return [played[key] for key in sorted(played)], requests
 
 
+def test_a_lower_limit_of_turns_ends_a_paused_episode(text):
+  new = rollout.EpisodeBatch(
+    [base.Task('train', 0)],
+    2,
+    (rollout.TRAIN, 6),
+    sampler.Sampling(),
+    pause_after=2,
+  )
+  with pools.make() as pool:
+    script = ScriptedSampler(text, 100)
+    runner = rollout.EpisodeRunner(pool, script, text, 200, 'error')
+    (paused,) = runner.run_batches({}, [new])
+    assert [(len(t.steps), t.is_paused) for t in paused] == 2 * [(2, True)]
+    # As after a resume with another config.
+    rest = dataclasses.replace(
+      new, tasks=(), paused=paused, pause_after=None, max_turns=1
+    )
+    (episodes,) = runner.run_batches({}, [rest])
+  assert [(len(t.steps), t.is_paused) for t in episodes] == 2 * [(3, False)]
+
+
 @pytest.mark.parametrize('schedule', rollout.SCHEDULES)
 @pytest.mark.parametrize(('num_workers', 'num_envs'), [(0, 4), (0, 1), (1, 3)])
 def test_paused_episodes_continue_as_if_they_had_not_paused(
