@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import slow_losses
 
-from gigpo_jax import losses, token_batch
+from gigpo_jax import kl, losses, token_batch
 
 
 @pytest.mark.parametrize(
@@ -688,3 +688,11 @@ def test_value_regression_matches_a_slow_reference():
   )
   expected = np.where(mask[0], unmasked, 0)
   np.testing.assert_allclose(actual[0], expected, rtol=1e-5, atol=1e-6)
+
+
+def test_unknown_estimators_and_levels_are_refused():
+  zeros = np.zeros((1, 2), np.float32)
+  with pytest.raises(ValueError, match=r'^estimator=k4: unknown; must be one'):
+    kl.estimate(zeros, zeros, 'k4')
+  with pytest.raises(ValueError, match=r'^tis_level=rows: unknown; must be'):
+    losses.truncated_importance(zeros, zeros, 2.0, 'rows')
