@@ -179,6 +179,8 @@ def main() -> None:
   parser.add_argument('--sizes', type=int, nargs='+', default=[1, 2, 3])
   parser.add_argument('--draft', type=int, default=4)
   flags = parser.parse_args()
+  if bool(flags.folders) == bool(flags.config):
+    parser.error('needs folders of episodes, or --config')
   if flags.config:
     time_rollouts(flags.config, flags.rounds)
     return

@@ -36,40 +36,40 @@ def handle() -> Iterator[None]:
   """
   try:
     with contextlib.ExitStack() as stack:
-      for number in _WORDS:
+      for signum in _WORDS:
         # A command in the background ignores Ctrl-C.
-        if signal.getsignal(number) != signal.SIG_IGN:
-          stack.enter_context(_listen(number))
+        if signal.getsignal(signum) != signal.SIG_IGN:
+          stack.enter_context(_listen(signum))
       yield
   except KeyboardInterrupt:
     _end(signal.SIGINT)
 
 
 @contextlib.contextmanager
-def _listen(number: int) -> Iterator[None]:
+def _listen(signum: int) -> Iterator[None]:
   """Ends the process when a signal arrives."""
 
   def end() -> None:
-    if signal.getsignal(number) is _do_nothing:
-      _end(number)
+    if signal.getsignal(signum) is _do_nothing:
+      _end(signum)
 
-  signal.signal(number, _do_nothing)
+  signal.signal(signum, _do_nothing)
   try:
     # Another thread ends the process, because the main thread may be busy.
-    with signals.listen(number, end):
+    with signals.listen(signum, end):
       yield
   finally:
-    signal.signal(number, signal.SIG_DFL)
+    signal.signal(signum, signal.SIG_DFL)
 
 
-def _do_nothing(number: int, frame: types.FrameType | None) -> None:
-  del number, frame
+def _do_nothing(signum: int, frame: types.FrameType | None) -> None:
+  del signum, frame
 
 
-def _end(number: int) -> NoReturn:
+def _end(signum: int) -> NoReturn:
   # Clear the line of a progress bar.
   clear = '\r\x1b[K' if sys.stderr.isatty() else ''
   with contextlib.suppress(OSError):
-    text = f'{clear}{_WORDS[number]}; {_outlook[0]()}\n'
+    text = f'{clear}{_WORDS[signum]}; {_outlook[0]()}\n'
     os.write(2, text.encode())
-  os._exit(128 + number)
+  os._exit(128 + signum)

@@ -32,6 +32,17 @@ def _launch(
   )
 
 
+def _run_code(code: str, *arguments: str) -> subprocess.CompletedProcess:
+  return subprocess.run(
+    [sys.executable, '-c', code, *arguments],
+    cwd=PROJECT,
+    capture_output=True,
+    text=True,
+    check=False,
+    timeout=300,
+  )
+
+
 @pytest.mark.parametrize('script', ['train', 'evaluate', 'sft'])
 def test_help_shows_flags_variants_and_examples(script):
   done = _launch(script, '--help')
@@ -278,19 +289,12 @@ with interrupt.handle():
 
 
 @pytest.mark.parametrize(
-  'number, status, word',
+  'signum, status, word',
   [(signal.SIGINT, 130, 'interrupted'), (signal.SIGTERM, 143, 'terminated')],
 )
-def test_a_signal_does_not_wait_for_a_running_call(number, status, word):
+def test_a_signal_does_not_wait_for_a_running_call(signum, status, word):
   start = time.monotonic()
-  done = subprocess.run(
-    [sys.executable, '-c', _BUSY, str(number.value)],
-    cwd=PROJECT,
-    capture_output=True,
-    text=True,
-    check=False,
-    timeout=300,
-  )
+  done = _run_code(_BUSY, str(signum.value))
   assert done.returncode == status
   assert done.stderr == (
     f'{word}; the same command resumes after iteration 12\n'
@@ -309,14 +313,7 @@ with interrupt.handle():
 
 
 def test_a_command_may_handle_sigterm_itself():
-  done = subprocess.run(
-    [sys.executable, '-c', _OWN_HANDLER],
-    cwd=PROJECT,
-    capture_output=True,
-    text=True,
-    check=False,
-    timeout=300,
-  )
+  done = _run_code(_OWN_HANDLER)
   assert (done.returncode, done.stderr) == (5, '')
 
 
@@ -338,14 +335,7 @@ runpy.run_path(sys.argv[0], run_name='__main__')
   ['evaluate', 'serve', 'sft', 'sweep', 'tpu_compile', 'train', 'view'],
 )
 def test_an_interrupt_while_importing_is_one_line(script):
-  done = subprocess.run(
-    [sys.executable, '-c', _IMPORTING, script],
-    cwd=PROJECT,
-    capture_output=True,
-    text=True,
-    check=False,
-    timeout=300,
-  )
+  done = _run_code(_IMPORTING, script)
   assert done.returncode == 130
   assert done.stderr == 'interrupted; nothing was started\n'
 
@@ -441,12 +431,7 @@ def test_every_script_has_a_console_command():
 def test_a_console_command_prints_the_help_of_its_script():
   code = 'import sys; sys.argv = ["gigpo-train", "--help"]\n'
   code += 'from launch.train import main; main()'
-  done = subprocess.run(
-    [sys.executable, '-c', code],
-    cwd=PROJECT,
-    capture_output=True,
-    text=True,
-    check=True,
-  )
+  done = _run_code(code)
+  assert done.returncode == 0
   assert 'allow_config_change' in done.stdout
   assert done.stdout == _launch('train', '--help').stdout

@@ -7,23 +7,12 @@ import itertools
 import jax
 import numpy as np
 import pytest
-import reference
+import tiny_sampler
+from tiny_sampler import CONFIG
 
 from gigpo_jax import drafts, mesh, sampler
-from gigpo_jax.models import qwen, qwen_config
+from gigpo_jax.models import qwen_config
 
-CONFIG = qwen.QwenConfig(
-  vocab_size=24,
-  hidden_size=32,
-  intermediate_size=48,
-  num_layers=2,
-  num_heads=4,
-  num_kv_heads=2,
-  head_dim=8,
-  rope_theta=1e4,
-  dtype='float32',
-  remat='none',
-)
 STOP = 5
 LIMIT = 17
 HOT = sampler.Sampling(temperature=3.0)
@@ -31,9 +20,7 @@ HOT = sampler.Sampling(temperature=3.0)
 
 @pytest.fixture(name='params', scope='module')
 def fixture_params():
-  params = reference.init(CONFIG, jax.random.key(0))
-  # Large enough that the distribution is neither flat nor a spike.
-  return params | {'embed': 12 * params['embed']}
+  return tiny_sampler.params()
 
 
 @functools.cache

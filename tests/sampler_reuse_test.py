@@ -5,24 +5,13 @@ import dataclasses
 import jax
 import numpy as np
 import pytest
-import reference
+import tiny_sampler
+from tiny_sampler import CONFIG
 
 from gigpo_jax import mesh as mesh_lib
 from gigpo_jax import prefix_cache, sampler
-from gigpo_jax.models import parameters, qwen
+from gigpo_jax.models import parameters
 
-CONFIG = qwen.QwenConfig(
-  vocab_size=32,
-  hidden_size=32,
-  intermediate_size=48,
-  num_layers=2,
-  num_heads=4,
-  num_kv_heads=2,
-  head_dim=8,
-  rope_theta=1e4,
-  dtype='float32',
-  remat='none',
-)
 MEMBERS, TURNS = 6, 4
 # Prompts of all turns of a conversation that shares its first prompt.
 FIRST, NEW, MAX_COMPLETION = 9, 3, 6
@@ -30,8 +19,7 @@ FIRST, NEW, MAX_COMPLETION = 9, 3, 6
 
 @pytest.fixture(name='params', scope='module')
 def fixture_params():
-  params = reference.init(CONFIG, jax.random.key(0))
-  return params | {'embed': 12 * params['embed']}
+  return tiny_sampler.params()
 
 
 def _sampler(mesh=None, config=CONFIG, **kwargs) -> sampler.Sampler:

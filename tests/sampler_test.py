@@ -7,35 +7,23 @@ import jax
 import numpy as np
 import pytest
 import reference
+import tiny_sampler
+from tiny_sampler import CONFIG
 
 from configs import alfworld
 from gigpo_jax import builders, sampler
 from gigpo_jax import mesh as mesh_lib
-from gigpo_jax.models import lora, parameters, quantization, qwen
+from gigpo_jax.models import lora, parameters, quantization
 from gigpo_jax.programs import sampler_cache, sampler_programs
 from gigpo_jax.run import model_builders
 from gigpo_jax.tools import tpu_compile
 
-CONFIG = qwen.QwenConfig(
-  vocab_size=32,
-  hidden_size=32,
-  intermediate_size=48,
-  num_layers=2,
-  num_heads=4,
-  num_kv_heads=2,
-  head_dim=8,
-  rope_theta=1e4,
-  dtype='float32',
-  remat='none',
-)
 STOP = 7
 
 
 @pytest.fixture(name='params', scope='module')
 def fixture_params():
-  params = reference.init(CONFIG, jax.random.key(0))
-  # Large enough that the distribution is neither flat nor a spike.
-  return params | {'embed': 12 * params['embed']}
+  return tiny_sampler.params()
 
 
 def _new_sampler(**kwargs) -> sampler.Sampler:

@@ -1,0 +1,28 @@
+"""A tiny model for tests of the sampler."""
+
+import functools
+
+import jax
+import reference
+
+from gigpo_jax.models import qwen
+
+CONFIG = qwen.QwenConfig(
+  vocab_size=32,
+  hidden_size=32,
+  intermediate_size=48,
+  num_layers=2,
+  num_heads=4,
+  num_kv_heads=2,
+  head_dim=8,
+  rope_theta=1e4,
+  dtype='float32',
+  remat='none',
+)
+
+
+@functools.cache
+def params() -> dict:
+  """Returns parameters whose distributions are neither flat nor spikes."""
+  random = reference.init(CONFIG, jax.random.key(0))
+  return random | {'embed': 12 * random['embed']}
