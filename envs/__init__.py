@@ -232,22 +232,9 @@ def own_lines(
 
 
 def _module(name: str) -> types.ModuleType:
+  module = named_module('env.name', name, REGISTRY)
   if name in REGISTRY:
-    return importlib.import_module(REGISTRY[name])
-  if problem := file_problem(name):
-    raise ValueError(f'env.name={name}: {problem}')
-  if not can_import(name):
-    raise ValueError(
-      f'env.name={name}: unknown environment; must be one of '
-      f'{", ".join(sorted(REGISTRY))}, or a module that Python finds'
-    )
-  try:
-    module = import_module(name)
-  except ImportError as error:
-    raise ValueError(
-      f'env.name={name}: cannot be imported ({error}); must be a module that '
-      'Python imports'
-    ) from error
+    return module
   for wanted in ('Env', 'tasks'):
     if not hasattr(module, wanted):
       raise ValueError(
@@ -260,6 +247,37 @@ def _module(name: str) -> types.ModuleType:
         'names'
       )
   return module
+
+
+def named_module(
+  field: str, name: str, registry: Mapping[str, str]
+) -> types.ModuleType:
+  """Returns the module that a field names.
+
+  Args:
+    field: the field of the config.
+    name: its value, a key of the registry or an importable module.
+    registry: modules by name.
+
+  Raises:
+    ValueError: in one line, if it names no module, or the module's own code
+      raises anything.
+  """
+  if name not in registry:
+    if problem := file_problem(name):
+      raise ValueError(f'{field}={name}: {problem}')
+    if not can_import(name):
+      raise ValueError(
+        f'{field}={name}: unknown; must be one of '
+        f'{", ".join(sorted(registry))}, or a module that Python imports'
+      )
+  try:
+    return import_module(registry.get(name, name))
+  except ImportError as error:
+    raise ValueError(
+      f'{field}={name}: cannot be imported ({error}); must be a module that '
+      'Python imports'
+    ) from error
 
 
 def import_module(name: str) -> types.ModuleType:

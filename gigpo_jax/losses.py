@@ -56,6 +56,11 @@ TRAINING_COLUMNS = (
 _MAX_LOG_RATIO = 80.0
 
 
+def clip_range(low: float, high: float | None) -> tuple[float, float]:
+  """Returns the bounds 1 - low and 1 + high of ratios; high of None is low."""
+  return 1 - low, 1 + (low if high is None else high)
+
+
 @typechecked
 def clipped_surrogate(
   log_ratios: Float[Array, '...'],
@@ -80,8 +85,7 @@ def clipped_surrogate(
   """
   # An infinite ratio would have the gradient NaN.
   ratio = jnp.exp(jnp.minimum(log_ratios, _MAX_LOG_RATIO))
-  high = clip_epsilon if clip_epsilon_high is None else clip_epsilon_high
-  clipped = jnp.clip(ratio, 1 - clip_epsilon, 1 + high)
+  clipped = jnp.clip(ratio, *clip_range(clip_epsilon, clip_epsilon_high))
   loss = -jnp.minimum(ratio * advantages, clipped * advantages)
   if dual_clip is not None:
     bound = jnp.where(advantages < 0, -dual_clip * advantages, jnp.inf)
@@ -105,8 +109,8 @@ def cispo(
   for `clipped_surrogate`; low of 1 leaves ratios unbounded below, as in the
   paper.
   """
-  high = clip_epsilon if clip_epsilon_high is None else clip_epsilon_high
-  weights = jnp.clip(jnp.exp(log_ratios), 1 - clip_epsilon, 1 + high)
+  bounds = clip_range(clip_epsilon, clip_epsilon_high)
+  weights = jnp.clip(jnp.exp(log_ratios), *bounds)
   return -jax.lax.stop_gradient(weights) * advantages * log_probs
 
 
@@ -326,13 +330,15 @@ class PolicyGradient:
   def _ratio_metrics(
     self, ratio: Float[Array, 'S T'], advantages: Float[Array, 'S T']
   ) -> dict[str, Array]:
-    low, high = self.clip_epsilon, self.clip_epsilon_high
-    high = low if high is None else high
+    low, high = clip_range(self.clip_epsilon, self.clip_epsilon_high)
+    below, above = ratio < low, ratio > high
+    if self.surrogate == 'clipped':  # It clips only what lowers the objective.
+      below, above = below & (advantages < 0), above & (advantages > 0)
     metrics = {
       'ratio/mean': ratio,
       'ratio/max': ratio,
-      'ratio/clipped_low': (ratio < 1 - low) & (advantages < 0),
-      'ratio/clipped_high': (ratio > 1 + high) & (advantages > 0),
+      'ratio/clipped_low': below,
+      'ratio/clipped_high': above,
     }
     if self.dual_clip is not None:
       clipped = (ratio > self.dual_clip) & (advantages < 0)

@@ -321,7 +321,7 @@ def test_slow_caller_does_not_cause_a_timeout():
   [
     ('toy', {'room': 3}, "TypeError: .* unexpected keyword argument 'room'"),
     ('toy', {'faults': {0: 'odd'}}, 'ValueError: faults=odd: must be one of'),
-    ('alfred', {}, 'unknown environment; must be one of '),
+    ('alfred', {}, 'unknown; must be one of '),
   ],
 )
 def test_failed_construction_is_reported_in_one_line(

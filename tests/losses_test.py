@@ -139,6 +139,16 @@ def test_low_ratios_are_clipped_for_negative_advantages():
   np.testing.assert_array_equal(metrics['ratio/clipped_high'], 0)
 
 
+def test_cispo_clips_ratios_of_both_signs():
+  # Ratios e and 1 / e in both rows; advantages 1 and -1.
+  inputs = arguments(mask=jnp.ones((2, 2), bool))
+  log_ratios = jnp.array([[1.0, -1], [1, -1]])
+  inputs['old_log_probs'] = inputs['log_probs'] - log_ratios
+  _, metrics = policy_gradient(inputs, surrogate='cispo')
+  np.testing.assert_array_equal(metrics['ratio/clipped_high'], [[1, 0], [1, 0]])
+  np.testing.assert_array_equal(metrics['ratio/clipped_low'], [[0, 1], [0, 1]])
+
+
 @pytest.mark.parametrize(
   'loss',
   [losses.PolicyGradient(clip_epsilon=0.5, kl_weight=0.5), losses.Supervised()],

@@ -59,5 +59,5 @@ def test_counts_and_types_of_tasks():
 def test_unknown_faults_and_environments_are_errors():
   with pytest.raises(ValueError, match='^faults=explode: must be one of raise'):
     toy.Env(faults={0: 'explode'})
-  with pytest.raises(ValueError, match='unknown environment; must be .*toy'):
+  with pytest.raises(ValueError, match='unknown; must be .*toy'):
     envs.make('alfred')

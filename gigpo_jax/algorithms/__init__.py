@@ -263,20 +263,7 @@ def has_greedy_start(algorithm: Algorithm) -> bool:
 
 
 def _module(name: str) -> types.ModuleType:
-  if problem := envs.file_problem(name):
-    raise ValueError(f'algorithm.name={name}: {problem}')
-  if name not in REGISTRY and not envs.can_import(name):
-    raise ValueError(
-      f'algorithm.name={name}: unknown; must be one of {", ".join(REGISTRY)}, '
-      'or an importable module'
-    )
-  try:
-    return envs.import_module(REGISTRY.get(name, name))
-  except ImportError as error:
-    raise ValueError(
-      f'algorithm.name={name}: cannot be imported ({error}); must be a module '
-      'that Python imports'
-    ) from error
+  return envs.named_module('algorithm.name', name, REGISTRY)
 
 
 def conflicts(config: ml_collections.ConfigDict) -> Iterator[str]:

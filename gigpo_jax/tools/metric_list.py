@@ -389,12 +389,14 @@ SECTIONS = (
       Metric(
         'clipped_low',
         'share',
-        'tokens clipped at the lower bound (negative advantage)',
+        'tokens whose ratio is clipped at the lower bound; with '
+        '`loss.surrogate=clipped` only those of a negative advantage are',
       ),
       Metric(
         'clipped_high',
         'share',
-        'tokens clipped at the upper bound (positive advantage)',
+        'tokens whose ratio is clipped at the upper bound; with '
+        '`loss.surrogate=clipped` only those of a positive advantage are',
       ),
       Metric(
         'clipped_dual',
