@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from envs import base, narrator
+from envs import base, narrator, seeds
 
 ANCHORS = ('observation', 'state')
 REPLAYS = False
@@ -216,7 +216,7 @@ def _variations(names: tuple[str, ...]) -> dict[str, list[tuple[str, int]]]:
       for split, own in _SPLITS.items():
         numbers = getattr(simulator, f'get_variations_{own}')()
         found[split] += [(name, int(number)) for number in numbers]
-    return found
+    return {split: seeds.mix(pairs) for split, pairs in found.items()}
   finally:
     _end(simulator)
 

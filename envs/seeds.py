@@ -1,7 +1,8 @@
-"""Tasks that consist of a seed only; the splits use disjoint seeds."""
+"""Tasks that consist of a seed only, with disjoint splits; orders of tasks."""
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import TypeVar
 
 # Split -> number of tasks.
 SPLITS = {'train': 10_000, 'valid': 1_000, 'test': 1_000}
@@ -10,6 +11,8 @@ MAX_SEED = 1_000
 # Shares of all layouts, of 12; the others are of the split train.
 _SHARES = {0: 'valid', 1: 'test'}
 _LENGTHS = ('short', 'medium', 'long')
+
+_T = TypeVar('_T')
 
 
 def check_seed(seed: int, field: str = 'env.seed') -> None:
@@ -26,8 +29,25 @@ def split_of(layout: object) -> str:
   Args:
     layout: all that distinguishes layouts, as a value with a stable `repr`.
   """
-  digest = hashlib.blake2b(repr(layout).encode(), digest_size=8).digest()
-  return _SHARES.get(int.from_bytes(digest, 'big') % 12, 'train')
+  return _SHARES.get(_digest(layout) % 12, 'train')
+
+
+def mix(tasks: Iterable[_T]) -> list[_T]:
+  """Returns tasks in an order that has nothing to do with what they are.
+
+  Sources list similar tasks one after another, but evaluations take the first
+  tasks of a split and demonstrations the last. The order of two tasks does not
+  depend on the other tasks.
+
+  Args:
+    tasks: values with a stable `repr`, each once.
+  """
+  return sorted(tasks, key=_digest)
+
+
+def _digest(value: object) -> int:
+  digest = hashlib.blake2b(repr(value).encode(), digest_size=8).digest()
+  return int.from_bytes(digest, 'big')
 
 
 def length_type(steps: int, bounds: Sequence[int]) -> str:

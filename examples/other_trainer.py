@@ -30,23 +30,28 @@ def annotate(samples: list[dict], **options) -> None:
       turns of a task in the same state are compared) and `valid`.
     **options: options of `gigpo_jax.advantages.gigpo`.
   """
+  # Each number of rows compiles a kernel, so there are powers of two only.
+  padding = (1 << (len(samples) - 1).bit_length()) - len(samples)
 
-  def column(name: str) -> list:
-    return [sample[name] for sample in samples]
+  def column(name: str) -> np.ndarray:
+    return np.pad([sample[name] for sample in samples], (0, padding))
 
-  def ids(name: str) -> np.ndarray:
-    return np.unique(column(name), return_inverse=True)[1]
+  def ids(name: str, fill: int = 0) -> np.ndarray:
+    values = [sample[name] for sample in samples]
+    index = np.unique(values, return_inverse=True)[1]
+    return np.pad(index, (0, padding), constant_values=fill)
 
   advantages = gigpo_jax.advantages.gigpo(
     column('reward'),
-    ids('task'),
+    ids('task', fill=-1),  # Marks padding.
     ids('episode'),
     column('turn'),
     ids('state'),
     column('valid'),
     **options,
   )
-  for sample, advantage in zip(samples, np.asarray(advantages), strict=True):
+  advantages = np.asarray(advantages)[: len(samples)]
+  for sample, advantage in zip(samples, advantages, strict=True):
     sample['advantage'] = float(advantage)
 
 

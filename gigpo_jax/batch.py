@@ -121,9 +121,10 @@ class Rows:
     )
 
   def checksum(self) -> int:
-    """Returns a number that differs between rows with different tokens."""
+    """Returns a number that depends on the tokens and the rewards."""
     checksum = 0
-    for array in (self.tokens, self.prompt_lengths, self.lengths):
+    arrays = self.tokens, self.prompt_lengths, self.lengths, self.rewards
+    for array in arrays:
       checksum = zlib.crc32(np.ascontiguousarray(array), checksum)
     return checksum
 

@@ -269,7 +269,10 @@ def signal_names(config: ml_collections.ConfigDict) -> tuple[str, ...]:
     *selectors.FAMILY.make(config.filter),
   )
   needed = plugins.needed_outputs(chains)
-  return ('log_probs', *needed) if needed else ()
+  others = [name for name in needed if name != 'log_probs']
+  if config.loss.old_log_probs == 'learner':
+    needed = others  # The old log-probs are the learner's.
+  return ('log_probs', *others) if needed else ()
 
 
 def _learner_sizes(config: ml_collections.ConfigDict) -> dict[str, Any]:

@@ -76,7 +76,8 @@ class LossOptions:
       auto takes the sampler's in iterations in which they differ from the
       learner's, on one microbatch, by at most `max_log_prob_gap`.
     max_log_prob_gap: largest mean difference for auto, in nats per token; a
-      twentieth of `clip_epsilon`.
+      twentieth of the default `clip_epsilon`. Smaller bounds of ratios need a
+      smaller one.
     tis_clip: largest weight of truncated importance sampling, at least 1, which
       corrects for the sampler's arithmetic and for `rollout.carry_over`. Needs
       old_log_probs=learner, or auto: then the weights are 1 where the sampler's
@@ -434,7 +435,7 @@ class Learner:
     columns = self._check_columns(rows, columns)
     if step_scale != 1 and not self._scale_updates:
       raise ValueError(f'step_scale={step_scale}: needs scale_updates=True')
-    check_same_tokens(rows, *([teacher_batch.rows] if teacher_batch else []))
+    check_same_rows(rows, *([teacher_batch.rows] if teacher_batch else []))
     minibatches = [
       minibatch
       for epoch in range(self._epochs)
@@ -615,11 +616,11 @@ def _gather(
   }
 
 
-def check_same_tokens(*rows: batch.Rows) -> None:
-  """Raises ValueError, in all processes, if their rows have other tokens."""
+def check_same_rows(*rows: batch.Rows) -> None:
+  """Raises ValueError, in all processes, if their tokens or rewards differ."""
   if distributed.is_multi_process():
     sums = [each.checksum() for each in rows]
-    distributed.check_same({'checksum of the tokens to train on': sums})
+    distributed.check_same({'checksum of trained tokens and rewards': sums})
 
 
 def _old_columns(

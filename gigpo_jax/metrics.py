@@ -120,6 +120,7 @@ def summarize(
 ) -> dict[str, float]:
   """Returns means over episodes and over their steps.
 
+  A step that branches share counts once (`Trajectory.num_repeated`).
   An episode that the environment aborted counts as a failure with score 0.
   Failures are also counted by cause.
 
@@ -127,7 +128,7 @@ def summarize(
     trajectories: at least one episode.
     prefix: prefix of the metric names.
   """
-  steps = [step for t in trajectories for step in t.steps]
+  steps = [step for t in trajectories for step in t.steps[t.num_repeated :]]
   metrics = {
     'success_rate': np.mean([t.success for t in trajectories]),
     'episode_reward': np.mean([t.reward for t in trajectories]),

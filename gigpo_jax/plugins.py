@@ -247,7 +247,5 @@ def reads_success(plugin: Any) -> bool:
 
 
 def needed_outputs(chain: Sequence[Any]) -> tuple[str, ...]:
-  """Returns the learner's outputs that plug-ins need besides old log-probs."""
-  names = dict.fromkeys(name for plugin in chain for name in plugin.needs)
-  names.pop('log_probs', None)
-  return tuple(names)
+  """Returns the learner's outputs that plug-ins need."""
+  return tuple(dict.fromkeys(n for plugin in chain for n in plugin.needs))

@@ -215,7 +215,7 @@ def _warm_start(
     console.log(
       f'{rows.real.sum()} rows to imitate, {rows.lengths.sum()} tokens'
     )
-  learner_lib.check_same_tokens(rows)
+  learner_lib.check_same_rows(rows)
   with jax.set_mesh(policy.mesh):
     params = _fit(config, policy, rows, pairs, workdir)
     with distributed.atomic_directory(directory) as folder:

@@ -130,6 +130,8 @@ def make_loss(
   if options.loss == 'imitation':
     return Imitation(options.token_weight)
   own = {'kl_weight': 0.0, 'kl_target': None, 'entropy_weight': 0.0}
+  if options.loss == 'distillation':  # Each token has its own advantage.
+    own['ratio_level'] = 'token'
   bands = {'entropy_band': {'weight': 0.0}}
   return losses.of_section(
     {**policy_options, **own, **bands, 'name': 'policy_gradient'}
@@ -239,14 +241,6 @@ def conflicts(config: ml_collections.ConfigDict) -> Iterator[str]:
     yield (
       f'teacher.mu_peak={options.mu_peak}: env.name={name} has no expert; must '
       f'be 0{remedy}'
-    )
-  log_probs = config.loss.old_log_probs
-  carry_over = config.rollout.carry_over
-  if options.loss == 'distillation' and carry_over and log_probs != 'learner':
-    yield (
-      f'loss.old_log_probs={log_probs}: with rollout.carry_over={carry_over}, '
-      'those of earlier policies, but teacher.loss=distillation compares with '
-      'the current one; must be learner'
     )
   is_history = config.env.get('context', 'history') == 'history'
   if options.loss == 'distillation' and not is_history:

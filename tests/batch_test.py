@@ -246,12 +246,16 @@ def test_unreported_components_are_rejected():
   assert not rows.components.any()
 
 
-def test_the_checksum_is_that_of_the_tokens():
+def test_the_checksum_is_that_of_tokens_and_rewards():
   rows = algorithm_rows.golden_rows()
-  other = dataclasses.replace(rows, rewards=rows.rewards + 1)
-  assert rows.checksum() == other.checksum()
-  order = np.arange(len(rows.lengths))[::-1]
-  other = dataclasses.replace(rows, tokens=rows.tokens + 1)
-  longer = dataclasses.replace(rows, lengths=rows.lengths + 1)
-  sums = {each.checksum() for each in (rows, other, longer, rows.take(order))}
-  assert len(sums) == 4
+  changed = dataclasses.replace(
+    rows, sampler_log_probs=rows.sampler_log_probs - 1
+  )
+  assert rows.checksum() == changed.checksum()
+  others = [
+    dataclasses.replace(rows, rewards=rows.rewards + 1),
+    dataclasses.replace(rows, tokens=rows.tokens + 1),
+    dataclasses.replace(rows, lengths=rows.lengths + 1),
+    rows.take(np.arange(len(rows.lengths))[::-1]),
+  ]
+  assert len({each.checksum() for each in (rows, *others)}) == 5

@@ -342,7 +342,12 @@ def test_hosts_with_different_configs_are_refused(tmp_path):
   ('script', 'differs', 'name', 'output'),
   [
     ('train', 'tasks', 'env.name=tests.hosts_env: split ', 'config.json'),
-    ('sft', 'expert', 'checksum of the tokens to train on=[', 'policy'),
+    (
+      'sft',
+      'expert',
+      'checksum of trained tokens and rewards=[',
+      'policy',
+    ),
   ],
 )
 def test_hosts_with_different_data_are_refused(

@@ -117,6 +117,26 @@ def test_summary_by_hand():
   assert values['eval/failed_episodes'] == 1
 
 
+def test_a_step_that_branches_share_counts_once():
+  # One invalid step of 10 tokens in three episodes, five of 2 tokens.
+  shared = _step(0, False, 10)
+  first = trajectory.Trajectory(
+    base.Task('train', 0), 'a', 0, 0, (shared, _step(0, True, 2))
+  )
+  branch = dataclasses.replace(
+    first,
+    member=1,
+    steps=(shared, _step(10, True, 2), _step(10, True, 2)),
+    parent=0,
+    num_repeated=1,
+  )
+  values = metrics.summarize([first, branch, dataclasses.replace(branch)])
+  assert values['train/episode_length'] == pytest.approx(8 / 3)
+  assert values['train/episode_reward'] == pytest.approx(40 / 3)
+  assert values['train/invalid_action_rate'] == pytest.approx(1 / 6)
+  assert values['train/response_tokens'] == pytest.approx(20 / 6)
+
+
 def test_reserved_environment_metric_gets_a_prefix():
   step = _step(10, True, 2)
   metrics_ = {'success_rate': 0.25, 'odd': 0.5}

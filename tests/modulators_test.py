@@ -8,7 +8,7 @@ import pytest
 import slow_plugins
 
 from configs import alfworld
-from gigpo_jax import algorithms, branching, modulators, plugins
+from gigpo_jax import algorithms, branching, builders, modulators, plugins
 from gigpo_jax import config as config_lib
 from gigpo_jax.modulators import adora, dcpo, dgpo, egpo, empg, progrpo
 
@@ -287,6 +287,12 @@ class NeedsAnotherName(egpo.Modulator):
   needs = ('entropy',)
 
 
+class NeedsLogProbs(egpo.Modulator):
+  """Needs the learner's log-probs."""
+
+  needs = ('log_probs',)
+
+
 def test_a_chain_applies_in_order():
   rows, advantages, signals = random_case(0)
   names = ('egpo', 'modulators_test:double')
@@ -295,6 +301,17 @@ def test_a_chain_applies_in_order():
   actual = modulators.apply(chain, advantages, rows, signals)
   np.testing.assert_allclose(actual, expected, rtol=1e-6)
   assert plugins.needed_outputs(chain) == ('entropies',)
+
+
+@pytest.mark.parametrize(
+  ('old_log_probs', 'expected'),
+  [('learner', ()), ('sampler', ('log_probs',)), ('auto', ('log_probs',))],
+)
+def test_log_probs_are_the_learners(old_log_probs, expected):
+  config = alfworld.get_config('mini')
+  config.algorithm.modulators = ('modulators_test:NeedsLogProbs',)
+  config.loss.old_log_probs = old_log_probs
+  assert builders.signal_names(config) == expected
 
 
 @pytest.mark.parametrize(

@@ -82,7 +82,7 @@ def test_advantages_by_hand():
   np.testing.assert_allclose(actual, [[np.log(2), -np.log(2), 0]], atol=1e-6)
 
 
-def _parts(mu: float, context=None, rows=8):
+def _parts(mu: float, context=None, rows=8, old_log_probs='learner'):
   """Returns parts of a run; a token's log-prob is minus the prompt's length."""
 
   def log_probs(params, scored):
@@ -94,6 +94,9 @@ def _parts(mu: float, context=None, rows=8):
   return types.SimpleNamespace(
     teacher=teacher.Teacher(options, None, 0),
     privileged_context=context,
+    config=types.SimpleNamespace(
+      loss=types.SimpleNamespace(old_log_probs=old_log_probs)
+    ),
     learner=types.SimpleNamespace(log_probs=log_probs),
   )
 
@@ -125,6 +128,20 @@ def test_batches_are_the_plain_rows():
   )
   assert _batch(0.0, _context()) is None
   assert _batch(0.25) is None
+
+
+@pytest.mark.parametrize('old_log_probs', ['sampler', 'auto'])
+def test_advantages_do_not_depend_on_the_samplers_log_probs(old_log_probs):
+  taught = _batch(0.25, _context(), old_log_probs=old_log_probs)
+  # The prompts of 2 and 2 tokens are as the learner scores them.
+  plain = _rows().prompt_lengths[:2]
+  np.testing.assert_array_equal(
+    taught.columns['advantages'],
+    [[plain[0] - 7.0, plain[0] - 7.0, 0], [plain[1] - 8.0, 0, 0]],
+  )
+  np.testing.assert_array_equal(
+    taught.columns['old_log_probs'], [[-1, -1, 0], [-1, 0, 0]]
+  )
 
 
 def test_a_batch_has_the_trained_tokens_of_its_rows():

@@ -202,6 +202,13 @@ def test_replayed_ratios_by_hand():
   )
 
 
+def test_distillation_has_ratios_of_tokens():
+  options = teacher.Options(mu_peak=0.1, loss='distillation')
+  config = alfworld.get_config('tiny').loss.to_dict()
+  loss = teacher.make_loss(options, config | {'ratio_level': 'row'})
+  assert loss.ratio_level == 'token'
+
+
 @pytest.mark.slow
 def test_replay_with_mu_1_is_rl_on_the_recorded_rows():
   rows, others = make_rows(seed=1), make_rows()
@@ -288,14 +295,6 @@ def test_without_a_teacher_there_is_no_batch():
         'teacher.data': 'x',
       },
       'teacher.data=x: teacher.loss=distillation teaches with the iteration',
-    ),
-    (
-      {
-        'teacher.mu_peak': 0.1,
-        'teacher.loss': 'distillation',
-        'rollout.carry_over': 4,
-      },
-      'loss.old_log_probs=sampler: with rollout.carry_over=4, .* be learner',
     ),
     (
       {

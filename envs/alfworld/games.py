@@ -17,6 +17,7 @@ from typing import Protocol
 
 import tqdm
 
+from envs import seeds
 from envs.alfworld import expert, facts, houses, pddl, world
 
 # Numbers of games of the official splits, after the official filter.
@@ -147,7 +148,7 @@ class Generated:
 
 
 class Official:
-  """Game files in the layout of `alfworld-download`, sorted by path.
+  """Game files in the layout of `alfworld-download`, in a mixed order.
 
   Applies the filter of ALFWorld's own loader: no movable receptacles, no sliced
   objects, and only existing games that are marked as solvable.
@@ -163,7 +164,8 @@ class Official:
   ):
     folder = _split_folder(split, data_dir)
     games = []
-    for path in sorted(_trajectories(folder)):
+    for name in seeds.mix(_trajectories(folder)):
+      path = folder / name
       task_type = _admit(path)
       if task_type:
         games.append((path.with_name(_GAME), task_type))
@@ -214,14 +216,15 @@ def _split_folder(split: str, data_dir: str) -> pathlib.Path:
   )
 
 
-def _trajectories(folder: pathlib.Path) -> list[pathlib.Path]:
+def _trajectories(folder: pathlib.Path) -> list[str]:
+  """Returns paths relative to the folder."""
   trajectories = []
   for root, _, files in os.walk(folder):
     # Filter by the path below the split only, not by the location of the data.
     name = os.path.relpath(root, folder)
     if _TRAJECTORY in files and _GAME in files:
       if 'movable' not in name and 'Sliced' not in name:
-        trajectories.append(pathlib.Path(root, _TRAJECTORY))
+        trajectories.append(pathlib.PurePath(name, _TRAJECTORY).as_posix())
   return trajectories
 
 

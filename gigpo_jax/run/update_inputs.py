@@ -112,17 +112,18 @@ def make_teacher_batch(
   index, scored = index[scored.real], scored.take(scored.real)
   if not len(index):
     return None
-  chosen, log_probs = rows.take(index), columns['old_log_probs'][index]
-  mask = rows.completion_mask
+  chosen, old_log_probs = rows.take(index), columns['old_log_probs'][index]
+  mask, own = rows.completion_mask, old_log_probs
+  if parts.config.loss.old_log_probs != 'learner':
+    # The difference must be that of the solution alone.
+    own = parts.learner.log_probs(state.policy.params, chosen)
   advantages = privileged.advantages(
-    parts.learner.log_probs(state.policy.params, scored),
-    log_probs,
-    mask[index],
+    parts.learner.log_probs(state.policy.params, scored), own, mask[index]
   )
   importance = np.broadcast_to(columns['importance'], mask.shape)[index]
-  taught = teacher.surrogate_columns(advantages, log_probs, importance)
-  own = None if trained is None else trained[index]
-  return teacher.TeacherBatch(chosen, mu, taught, own)
+  taught = teacher.surrogate_columns(advantages, old_log_probs, importance)
+  own_tokens = None if trained is None else trained[index]
+  return teacher.TeacherBatch(chosen, mu, taught, own_tokens)
 
 
 def shape_rewards(

@@ -389,14 +389,12 @@ SECTIONS = (
       Metric(
         'clipped_low',
         'share',
-        'tokens whose ratio is clipped at the lower bound; with '
-        '`loss.surrogate=clipped` only those of a negative advantage are',
+        'tokens clipped at the lower bound (negative advantage; cispo: any)',
       ),
       Metric(
         'clipped_high',
         'share',
-        'tokens whose ratio is clipped at the upper bound; with '
-        '`loss.surrogate=clipped` only those of a positive advantage are',
+        'tokens clipped at the upper bound (positive advantage; cispo: any)',
       ),
       Metric(
         'clipped_dual',
