@@ -258,6 +258,7 @@ def _end(simulator: Any) -> None:
   # py4j raises various errors if the process has already ended.
   with contextlib.suppress(Exception):
     simulator.close()
+    simulator._obj_tree_tempdir.cleanup()
   process = simulator._gateway.java_process
   process.kill()
   process.wait()

@@ -11,8 +11,8 @@ from envs import base, scienceworld_env
 pytestmark = pytest.mark.filterwarnings(
   'ignore::ResourceWarning', 'ignore::pytest.PytestUnraisableExceptionWarning'
 )
-TASK = base.Task('train', 1)
-OPTIONS = {'tasks': ('find-non-living-thing',), 'max_steps': 20}
+NAME = 'find-non-living-thing'
+OPTIONS = {'tasks': (NAME,), 'max_steps': 20}
 
 
 @pytest.fixture(name='env', scope='module')
@@ -23,11 +23,18 @@ def fixture_env():
   env.close()
 
 
+@pytest.fixture(name='task', scope='module')
+def fixture_task(env):
+  """Returns the variation that starts in the art studio."""
+  listed = envs.tasks('scienceworld', 'train', **OPTIONS)
+  return base.Task('train', list(listed).index((NAME, 1)))
+
+
 def _respond(action: str) -> str:
   return f'<think>so</think><action>{action}</action>'
 
 
-def test_the_solution_succeeds_with_the_whole_reward(env, monkeypatch):
+def test_the_solution_succeeds_with_the_whole_reward(env, task, monkeypatch):
   results, step = [], env.step
 
   def record(response):
@@ -35,21 +42,21 @@ def test_the_solution_succeeds_with_the_whole_reward(env, monkeypatch):
     return results[-1]
 
   monkeypatch.setattr(env, 'step', record)
-  played = list(env.demonstrate(TASK, noise=0.0, seed=0))
-  assert 'find a(n) non-living thing.' in played[0][0]
+  played = list(env.demonstrate(task, noise=0.0, seed=0))
+  assert 'find a(n) non-living thing.' in played[0][0].prompt
   assert len(results) == len(played) > 2
   assert results[-1].success and results[-1].done and results[-1].score == 1
   assert sum(result.reward for result in results) == pytest.approx(10)
   assert all(result.valid for result in results)
   assert not any(result.done for result in results[:-1])
-  noisy = [response for _, response in env.demonstrate(TASK, noise=1.0, seed=0)]
+  noisy = [response for _, response in env.demonstrate(task, noise=1.0, seed=0)]
   assert noisy[::2] == [
     env._narrator.format_response('I look around.', 'look around')
   ] * (len(noisy) // 2)
 
 
-def test_states_and_actions(env):
-  first = env.reset(TASK)
+def test_states_and_actions(env, task):
+  first = env.reset(task)
   assert 'open OBJ' in first.actions and 'reset task' not in first.actions
   assert first.task.startswith('find a(n) non-living thing.')
   refused = ('fly away', 'reset task', 'reset  task', 'reset\ttask')
@@ -65,10 +72,17 @@ def test_states_and_actions(env):
   assert back.text != looked.observation.text
 
 
-def test_steps_do_not_list_all_valid_actions(env):
-  env.reset(TASK)
+def test_steps_do_not_list_all_valid_actions(env, task):
+  env.reset(task)
   *_, info = env._simulator.step('look around')
   assert info['valid'] == [] and info['look'] and info['inv']
+
+
+def test_the_first_variations_are_of_most_tasks():
+  pytest.importorskip('scienceworld')
+  listed = envs.tasks('scienceworld', 'valid')
+  types = [listed.task_type(index) for index in range(len(listed))]
+  assert len(set(types[:128])) > 0.6 * len(set(types))
 
 
 def test_splits_and_unknown_tasks():
