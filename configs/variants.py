@@ -15,19 +15,12 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import ml_collections
 
-from configs import base
+from configs import base, other_trainers
 
 # What to use instead of words that are no variants.
 _HINTS = {
   base.DEFAULT_ALGORITHM: f'{base.DEFAULT_ALGORITHM} is the default',
-  'dapo': (
-    'DAPO has the options filter.drop_zero_variance=True, '
-    'loss.clip_epsilon_high=0.28 and loss.kl_weight=0'
-  ),
-  'gspo': (
-    'GSPO has the options loss.ratio_level=row and '
-    'loss.aggregation=sequence_mean'
-  ),
+  **other_trainers.METHODS,
   **dict.fromkeys(
     ('1.7b', '3b', '4b', '8b', '14b', '32b'),
     'a size of a pretrained model is that of --config.model.path',
@@ -163,6 +156,22 @@ def unapplied(
   Yields:
     (variant, field, the config's value, the variant's value).
   """
+  for name, field, preset in _presets(config):
+    # An environment may lack a field of `env`.
+    values, key = _section(config, field)
+    if key in values and not callable(preset) and values[key] != preset:
+      yield name, field, values[key], preset
+
+
+def preset_fields(config: ml_collections.ConfigDict) -> set[str]:
+  """Returns the fields that the presets of algorithm and plug-ins set."""
+  return {field for _, field, _ in _presets(config)}
+
+
+def _presets(
+  config: ml_collections.ConfigDict,
+) -> Iterator[tuple[str, str, object]]:
+  """Yields (variant, field, value) of the presets of all plug-ins."""
   modules = {config.algorithm.name: _algorithm(config.algorithm.name)}
   for (section, field), registered in _CHAINS.items():
     for name in config[section][field]:
@@ -170,10 +179,7 @@ def unapplied(
         modules[name] = importlib.import_module(registered[name])
   for name, module in modules.items():
     for field, preset in getattr(module, 'PRESETS', {}).get(name, {}).items():
-      # An environment may lack a field of `env`.
-      values, key = _section(config, field)
-      if key in values and not callable(preset) and values[key] != preset:
-        yield name, field, values[key], preset
+      yield name, field, preset
 
 
 def released() -> tuple[str, ...]:

@@ -15,6 +15,7 @@ import ml_collections
 
 import configs
 import envs
+from configs import other_trainers
 from envs import base as env_base
 from envs import rewards
 from gigpo_jax import (
@@ -177,7 +178,7 @@ def _field_problems(config: ml_collections.ConfigDict) -> list[str]:
   refused = frozenset(problem.partition('=')[0] for problem in problems)
   problems += _combinations(config, refused)
   # An algorithm may ask a wrong environment.
-  problems = list(dict.fromkeys(problems))
+  problems = list(dict.fromkeys(map(other_trainers.add_hint, problems)))
   return problems or list(config_fields.unknown(config, _own_fields(config)))
 
 

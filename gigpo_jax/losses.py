@@ -198,9 +198,11 @@ class PolicyGradient:
 
   Attributes:
     surrogate: clipped is PPO's clipped surrogate; cispo has clipped ratios as
-      constant weights.
+      constant weights. TRL's cispo with epsilon_high=E has no lower bound:
+      clip_epsilon=1 and clip_epsilon_high=E-1.
     ratio_level: token has one ratio per token; row has their geometric mean per
-      row (GSPO).
+      row, about 1e-3 from 1. GSPO clips it with clip_epsilon=3e-4 and
+      clip_epsilon_high=4e-4; bounds such as 0.2 hardly ever clip it.
     clip_epsilon: clipping bound of ratios; 0.2 in the released code.
     clip_epsilon_high: upper clipping bound ("clip-higher", such as 0.28). None:
       `clip_epsilon`.
@@ -225,7 +227,12 @@ class PolicyGradient:
   kl_weight: float = options.number(
     0.01, low=0, note='0 drops the reference policy'
   )
-  kl_estimator: str = options.choice('k3', kl.ESTIMATORS)
+  # k1 has an error of its own, without a KL none.
+  kl_estimator: str = options.field(
+    'k3',
+    lambda name: name in kl.ESTIMATORS,
+    'unknown; must be one of k2, k3, abs',
+  )
   kl_clamp: float | None = options.number(
     None, above=0, high=80, note='None is off'
   )

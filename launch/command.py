@@ -42,8 +42,17 @@ _MISTAKES = (
   AttributeError,
   LookupError,
 )
-# Flags of other trainers (TRL, verl-agent) that are no fields.
+# Flags of other trainers (TRL, verl-agent) that are no fields, or fields of
+# another meaning.
 _OTHER_FLAGS = {
+  'max_steps': (
+    "TRL's max_steps counts updates, of which an iteration has several; set "
+    '--config.num_iterations. Turns of an episode: --config.env.max_steps'
+  ),
+  'num_iterations': (
+    "TRL's num_iterations, the passes over a batch, is --config.learner."
+    'epochs; --config.num_iterations is the length of the run'
+  ),
   **dict.fromkeys(
     ('default_local_dir', 'output_dir'), 'did you mean --workdir?'
   ),
@@ -121,17 +130,20 @@ def _parse(
   except flags.IllegalFlagValueError as error:
     lines.exit_with_error(_wrong_type(lines.describe_error(error), config))
   except flags.UnrecognizedFlagError as error:
-    near = config_fields.near(error.flagname, config) if config else []
-    how = _OTHER_FLAGS.get(
-      error.flagname.rpartition('.')[2],
-      'a field is set by --config.FIELD=VALUE',
-    )
-    if near:
-      how = f'did you mean --config.{" or --config.".join(near)}?'
-    lines.exit_with_error(f'{error}; {how}')
+    lines.exit_with_error(f'{error}; {_suggest_field(error.flagname, config)}')
   except _MISTAKES as error:
     lines.exit_with_error(' '.join(str(error).split()))
   return rest
+
+
+def _suggest_field(flag: str, config: ml_collections.ConfigDict) -> str:
+  """Returns what to set instead of an unknown flag."""
+  near = config_fields.near(flag, config) if config else []
+  if near and flag not in _OTHER_FLAGS:
+    return f'did you mean --config.{" or --config.".join(near)}?'
+  return _OTHER_FLAGS.get(
+    flag.rpartition('.')[2], 'a field is set by --config.FIELD=VALUE'
+  )
 
 
 def _help(module: str) -> str:
@@ -231,8 +243,9 @@ def _unknown_fields(
       if not isinstance(values, ml_collections.ConfigDict):
         break  # An entry of a field.
       if name not in values:
-        accepted = config_fields.suggest(match[1], config) or (
-          'must be one of configs/base.py or of the config file, which adds '
+        accepted = _OTHER_FLAGS.get(match[1]) or (
+          config_fields.suggest(match[1], config)
+          or 'must be one of configs/base.py or of the config file, which adds '
           'the options of modules of your own'
         )
         text = ' '.join(argument.removeprefix('--config.').split())

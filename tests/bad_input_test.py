@@ -234,6 +234,11 @@ COMMANDS = (
     '--config=alfworld:tiny', expected=('did you mean configs/alfworld.py?',)
   ),
   _flags(TINY, '--output_dir=out', expected=('did you mean --workdir?',)),
+  _flags(TINY, '--max_steps=9', expected=('counts updates', '.num_iterations')),
+  _flags(TINY, '--env.max_steps=9', expected=('mean --config.env.max_steps?',)),
+  _flags(TINY, '--num_iterations=2', expected=('is --config.learner.epochs;',)),
+  _flags(TINY, '--use_kl_loss=True', expected=('--config.loss.kl_weight?',)),
+  _field('max_steps', 9, 'no such field', 'counts updates'),
   _flags(TINY, '--repeats=0', expected=('--repeats=0',), script='evaluate'),
   _flags(
     TINY,

@@ -19,6 +19,7 @@ from configs import (
   alfworld,
   base,
   endpoint,
+  other_trainers,
   scienceworld,
   search_qa,
   sokoban,
@@ -670,6 +671,40 @@ def test_names_of_other_trainers_stand_for_fields_that_exist():
     for name in (x.rpartition('.')[2] for x in given if fields):
       if name in names:
         assert names[name] in fields, name
+
+
+@pytest.mark.parametrize(
+  ('field', 'value', 'hint'),
+  [
+    ('algorithm.name', 'gspo', 'GSPO has the options loss.ratio_level=row, '),
+    ('algorithm.name', 'reinforce_plus_plus', '.* is reinforce_pp; must'),
+    ('algorithm.norm', 'mean_norm', 'mean_norm is mean; must'),
+    ('loss.name', 'cispo', 'CISPO has the options loss.surrogate=cispo'),
+    ('loss.name', 'grpo', 'algorithms are variants, such as :grpo; must be'),
+    ('loss.aggregation', 'dr_grpo', 'dr_grpo is fixed_length; must be one of'),
+    ('loss.aggregation', 'token-mean', 'token-mean is token_mean; must be'),
+    ('loss.kl_estimator', 'mse', 'mse is k2; must be one of k2, k3, abs$'),
+    ('loss.ratio_level', 'sequence', 'sequence is row; must be'),
+  ],
+)
+def test_values_of_other_trainers_get_a_hint(field, value, hint):
+  assert re.match(
+    rf'{field}={value}: unknown[^;]*; {hint}',
+    _refusal(**{field.replace('.', '__'): value}),
+  )
+
+
+def test_hints_name_accepted_values():
+  for field, values in other_trainers._VALUES.items():
+    for value, hint in values.items():
+      config = alfworld.get_config('tiny')
+      fields = config_fields.flatten(config)
+      assert set(re.findall(r'[a-z]+\.\w+', hint)) <= fields.keys()
+      if here := re.match(rf'{value} is (\w+)(?![\w.=])', hint):
+        _set(config, field, here[1])
+        refused = f'{field}={here[1]}: unknown'
+        problems = config_lib._field_problems(config)
+        assert not any(line.startswith(refused) for line in problems)
 
 
 def test_all_problems_are_reported_at_once():

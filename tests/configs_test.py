@@ -494,7 +494,9 @@ def test_options_of_a_new_algorithm_are_fields(monkeypatch):
   [
     ('gigpo', 'gigpo is the default'),
     ('dapo', 'DAPO has the options filter.drop_zero_variance=True, loss'),
-    ('gspo', 'GSPO has the options loss.ratio_level=row and loss.aggr'),
+    ('gspo', 'GSPO has the options .* loss.clip_epsilon=3e-4 and loss.clip'),
+    ('cispo', 'CISPO has the options loss.surrogate=cispo, loss.clip_eps'),
+    ('reinforce_plus_plus', 'reinforce_plus_plus is reinforce_pp'),
     ('3b', 'a size of a pretrained model is that of --config.model.path'),
   ],
 )
