@@ -426,6 +426,19 @@ def _plugins(
         f'{field}={value}: not an option of {family.field}={chosen}; must be '
         f'{default}'
       )
+  if not any(field.startswith(('filter.', 'guard.')) for field in refused):
+    yield from _fisher_level(config)
+
+
+def _fisher_level(config: ml_collections.ConfigDict) -> Iterator[str]:
+  """Yields a line if no selector reports the metric of an alarm level."""
+  level = config.guard.max_fisher
+  with contextlib.suppress(ValueError):  # `_plugins` reports an unknown name.
+    if level and not selectors.measures(config):
+      yield (
+        f'guard.max_fisher={level}: has no effect; needs filter.select to have '
+        'a selector that measures filter/fisher_mean, or must be 0'
+      )
 
 
 def _environment_conflicts(config: ml_collections.ConfigDict) -> Iterator[str]:

@@ -354,7 +354,11 @@ def test_invalid_value_is_refused_in_one_line(field, value, accepted):
     ),
     (
       {'guard.max_fisher': 0.1},
-      'guard.max_fisher=0.1: has no effect; needs filter.select to be set',
+      'guard.max_fisher=0.1: has no effect; needs filter.select to have a se',
+    ),
+    (
+      {'guard.max_fisher': 0.1, 'filter.select': ('truncated',)},
+      'guard.max_fisher=0.1: has no effect; needs filter.select to have a se',
     ),
     (
       {'algorithm.continuations': 4},

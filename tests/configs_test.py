@@ -521,6 +521,50 @@ def test_options_that_the_algorithm_ignores_are_named():
   ]
 
 
+@pytest.mark.parametrize(
+  ('variant', 'options', 'ignored'),
+  [
+    ('smoke,grpo', {}, ['discount']),
+    ('smoke,arpo', {}, ['discount']),
+    ('smoke,rebel', {}, ['discount']),
+    ('smoke,graphgpo', {}, ['discount']),
+    ('smoke,graphgpo', {'episode_weight': 0.0}, ['discount', 'lone_episode']),
+    ('smoke', {}, []),
+    ('smoke', {'step_weight': 0.0}, ['discount']),
+    ('smoke', {'episode_weight': 0.0}, ['lone_episode']),
+    ('smoke,hgpo', {}, ['lone_episode']),
+    ('smoke,hgpo', {'episode_weight': 1.0}, []),
+    ('smoke,g2po', {}, []),
+  ],
+)
+def test_options_of_an_absent_advantage_are_named(variant, options, ignored):
+  config = alfworld.get_config(variant)
+  config.algorithm.update(discount=0.5, lone_episode='raw', **options)
+  fields = [field for field, *_ in run_builders.unused_options(config)]
+  assert fields == [f'algorithm.{name}' for name in ignored]
+
+
+def _notes(capsys, variant: str, **loss) -> str:
+  config = alfworld.get_config(variant)
+  config.loss.update(loss)
+  run_builders.print_notes(config)
+  return capsys.readouterr().out
+
+
+def test_bounds_that_hardly_clip_and_unused_clamps_are_printed(capsys):
+  line = 'loss.clip_epsilon=0.2: hardly ever clips the ratios of loss.ratio_'
+  assert line in _notes(capsys, 'tiny', ratio_level='row')
+  assert line not in _notes(
+    capsys, 'tiny', ratio_level='row', surrogate='cispo'
+  )
+  # Presets have the bounds of their papers.
+  for variant in ('tiny', 'tiny,sampo', 'tiny,gagpo'):
+    assert 'hardly ever' not in _notes(capsys, variant), variant
+  line = 'loss.kl_clamp=10.0: has no effect with loss.kl_weight=0; reward.kl_w'
+  assert line in _notes(capsys, 'tiny,reference_code', kl_weight=0.0)
+  assert line not in _notes(capsys, 'tiny,reference_code', kl_weight=0.1)
+
+
 def test_options_that_have_no_effect_are_printed(capsys, monkeypatch):
   config = webshop.get_config('smoke')
   config.loss.name = 'my_losses:own'

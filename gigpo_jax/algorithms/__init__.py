@@ -120,8 +120,8 @@ class Algorithm(Protocol):
   state of the next iteration, and checkpoints save them.
   `reads_success` must be True if it reads `Rows.success`; see
   `plugins.reads_success`. `reads_prefixes` must be True if it reads
-  `Rows.prefixes`. An attribute `unused` has the names of the options that its
-  other options switch off.
+  `Rows.prefixes`. An attribute `unused` has the names of the options that it
+  inherits and ignores, or that its other options switch off.
   """
 
   needs_values: bool

@@ -21,7 +21,8 @@ from typing import ClassVar
 from gigpo_jax import advantages, arrays, batch, options, state_values
 from gigpo_jax.algorithms import gigpo
 
-# The paper compares whole responses: one ratio per row.
+# The paper compares whole responses: one ratio per row. The default
+# loss.clip_epsilon=0.2 hardly ever clips it.
 PRESETS = {'gagpo': {'loss.ratio_level': 'row'}}
 
 

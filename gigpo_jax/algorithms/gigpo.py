@@ -85,6 +85,19 @@ class Algorithm:
         'above 0'
       )
 
+  @property
+  def unused(self) -> tuple[str, ...]:
+    """Options of an advantage whose weight is 0."""
+    of_steps = () if self.step_weight else ('discount',)
+    of_episodes = () if self._weight else ('episode_stats', 'lone_episode')
+    return of_steps + of_episodes
+
+  @property
+  def _weight(self) -> float:
+    """Weight of A_E."""
+    weight = self.episode_weight
+    return self.default_episode_weight if weight is None else weight
+
   def components(self, rows: batch.Rows) -> advantages.Components:
     """Returns A_E, A_S, E and G of each row."""
     return advantages.gigpo_components(
@@ -121,7 +134,4 @@ class Algorithm:
 
   def joint(self, components: advantages.Components) -> np.ndarray:
     """Returns A, Eq. (8)."""
-    weight = self.episode_weight
-    if weight is None:
-      weight = self.default_episode_weight
-    return advantages.combine(components, self.step_weight, weight)
+    return advantages.combine(components, self.step_weight, self._weight)

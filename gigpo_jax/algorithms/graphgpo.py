@@ -58,6 +58,11 @@ class Algorithm(gigpo.Algorithm):
 
   graph_discount: float = options.number(0.1, low=0, high=1)
 
+  @property
+  def unused(self) -> tuple[str, ...]:
+    """Options that it ignores: distances replace the discounted return."""
+    return ('discount', *super().unused)
+
   def components(self, rows: batch.Rows) -> advantages.Components:
     """Returns A_E, and A_S computed from distances to success."""
     return _components(

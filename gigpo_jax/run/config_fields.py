@@ -74,7 +74,6 @@ _DEPENDENT = {
     'imitation',
     lambda loss: loss == 'imitation',
   ),
-  'guard.max_fisher': ('filter.select', 'set', bool),
   'sft.rollouts': ('sft.rounds', 'above 0', bool),
   'loss.tis_level': ('loss.tis_clip', 'set', bool),
   'loss.kl_horizon': ('loss.kl_target', 'set', bool),

@@ -4,8 +4,13 @@ from collections.abc import Iterator
 
 import ml_collections
 
+from configs import variants
 from gigpo_jax import losses
 from gigpo_jax.run import config_fields
+
+# A bound of ratios of rows, which are about 1e-3 from 1, that hardly ever
+# clips.
+_WIDE_CLIP = 0.05
 
 
 def conflicts(config: ml_collections.ConfigDict) -> Iterator[str]:
@@ -31,6 +36,29 @@ def conflicts(config: ml_collections.ConfigDict) -> Iterator[str]:
       )
       break  # carry_over needs tis_clip.
   yield from _options_of_losses(config)
+
+
+def without_effect(config: ml_collections.ConfigDict) -> Iterator[str]:
+  """Yields a line for each option that has hardly any effect.
+
+  They are not refused, because presets set them.
+  """
+  loss, own = config.loss, losses.options_of(config.loss.name)
+  is_clipped = loss.ratio_level == 'row' and loss.surrogate == 'clipped'
+  # A preset of the algorithm may have the clip of its paper.
+  is_chosen = 'loss.ratio_level' not in variants.preset_fields(config)
+  if 'ratio_level' in own and is_clipped and is_chosen:
+    if loss.clip_epsilon >= _WIDE_CLIP:
+      yield (
+        f'loss.clip_epsilon={loss.clip_epsilon}: hardly ever clips the ratios '
+        'of loss.ratio_level=row, which are about 1e-3 from 1; GSPO has 3e-4, '
+        'and loss.clip_epsilon_high=4e-4'
+      )
+  if loss.kl_clamp is not None and not loss.kl_weight:
+    yield (
+      f'loss.kl_clamp={loss.kl_clamp}: has no effect with loss.kl_weight=0; '
+      'reward.kl_weight has no clamp'
+    )
 
 
 def _options_of_losses(config: ml_collections.ConfigDict) -> Iterator[str]:

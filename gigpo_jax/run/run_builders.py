@@ -45,6 +45,7 @@ from gigpo_jax import (
 from gigpo_jax import config as config_lib
 from gigpo_jax.run import (
   config_fields,
+  loss_check,
   model_builders,
   policy_files,
   remat,
@@ -419,6 +420,8 @@ def print_notes(config: ml_collections.ConfigDict) -> None:
     console.log(f'{field}={value}: the variant :{name} has {preset}')
   for field, value, name in unused_options(config):
     console.log(f'{field}={value}: {name} does not use it')
+  for line in loss_check.without_effect(config):
+    console.log(line)
   horizon, end = config.rollout.horizon, config.num_iterations
   if late := [start for start, _ in horizon if start >= end]:
     console.log(
@@ -442,17 +445,20 @@ def print_notes(config: ml_collections.ConfigDict) -> None:
 def unused_options(
   config: ml_collections.ConfigDict,
 ) -> Iterator[tuple[str, object, str]]:
-  """Yields common options that algorithm or loss ignore: field, value, name.
+  """Yields options that algorithm or loss ignore: field, value, name.
 
-  They are not refused, because configs of environments set them.
+  These are common options, and those that others switch off (`unused`). They
+  are not refused, because configs of environments and presets set them.
   """
   for section, plugin in (
     ('algorithm', algorithms.of_section(config.algorithm.to_dict())),
     ('loss', builders.make_loss(config)),
   ):
-    own = options.defaults(plugin).keys() - getattr(plugin, 'unused', ())
-    common = config_lib.COMMON_OPTIONS[section]
-    fields = [f'{section}.{option}' for option in common if option not in own]
+    known = config_fields.defaults()[section]
+    unused = [x for x in getattr(plugin, 'unused', ()) if x in known]
+    own = options.defaults(plugin).keys() - unused
+    names = dict.fromkeys((*config_lib.COMMON_OPTIONS[section], *unused))
+    fields = [f'{section}.{option}' for option in names if option not in own]
     for field, value, _ in config_fields.non_default(config, fields):
       if value:  # Otherwise nothing is to be used.
         yield field, value, config[section].name

@@ -60,6 +60,12 @@ def refuse_by_reward(
       yield f'filter.select={name}: {reason}; must be another selector, or ()'
 
 
+def measures(config: ml_collections.ConfigDict) -> bool:
+  """Returns whether a selector of the chain may report metrics."""
+  chain = FAMILY.names(config.filter)
+  return any(hasattr(FAMILY.find(name), 'metrics') for name in chain)
+
+
 def _is_by_reward(name: str) -> bool:
   """Returns whether a selector drops groups of equal returns."""
   try:
