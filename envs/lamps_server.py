@@ -98,6 +98,7 @@ def serve(port: int) -> None:
     app = make_app()
   except ImportError as error:
     sys.exit(f'{error.name} is not installed; run pip install openenv-core')
+  print(f'the lamps are at http://127.0.0.1:{port}', flush=True)
   uvicorn.run(app, port=port, log_level='warning')
 
 

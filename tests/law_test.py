@@ -211,6 +211,20 @@ def test_settings_that_share_their_runs_make_no_law():
     law.fit(measured, settings)
 
 
+def test_effects_of_several_tables_are_compared(tmp_path, capsys):
+  names = ('a', 'b')
+  predicted = {'effect': 1.0, 'half_width': 2.0, 'outside': []}
+  values = {'method': 'gigpo', 'predictions': dict.fromkeys(names, predicted)}
+  (tmp_path / 'p.json').write_text(json.dumps(values))
+  for name, gain in zip(names, (0.3, 0.1), strict=True):
+    rows = [(name, 'grpo', 0, 0.2), (name, 'gigpo', 0, 0.2 + gain)]
+    write_table(tmp_path / f'{name}.csv', rows)
+  files = [str(tmp_path / name) for name in ('p.json', 'a.csv', 'b.csv')]
+  assert law.main(['compare', *files]) == 0
+  first, second = capsys.readouterr().out.splitlines()[-2:]
+  assert '| +30.0 | 1 |' in first and '| +10.0 | 1 |' in second
+
+
 def test_one_seed_has_no_error_and_plots_need_a_folder(tmp_path, capsys):
   predictions = {'a': {'effect': 1.0, 'half_width': 2.0, 'outside': []}}
   measured = {'a': law.Effect(0.5, np.nan, 1)}

@@ -410,8 +410,13 @@ def save_last(
   if last and last[0] != saver.newest:
     save(parts, saver, *last)
   saver.wait()
-  saved = 'nothing' if saver.newest is None else f'iteration {saver.newest}'
-  console.log(f'SIGTERM: {saved} is saved; rerun the same command to resume')
+  if saver.newest is None:
+    console.log('SIGTERM: nothing is saved; the same command starts again')
+  else:
+    console.log(
+      f'SIGTERM: iteration {saver.newest} is saved; rerun the same command to '
+      'resume'
+    )
 
 
 def print_notes(config: ml_collections.ConfigDict) -> None:

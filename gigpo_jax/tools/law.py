@@ -530,7 +530,9 @@ def _run(options: argparse.Namespace) -> None:
         f'{options.predictions}: has no predictions; must be a file that '
         '`python -m gigpo_jax.tools.law predict` wrote'
       )
-    measured = read_effects(options.table, values['method'])
+    measured: dict[str, Effect] = {}
+    for name in (options.table, *options.more_tables):
+      measured |= read_effects(name, values['method'])
     print(table(predictions, measured))
     if path:
       draw(path, predictions, measured)
@@ -551,6 +553,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     for file in inputs:
       command.add_argument(file)
     if name == 'compare':
+      command.add_argument(
+        'more_tables', nargs='*', help='tables of further settings'
+      )
       command.add_argument('--plot', help='image file')
     else:
       command.add_argument('--output', required=True, help='new JSON file')
