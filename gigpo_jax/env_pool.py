@@ -53,6 +53,13 @@ _SHOWN_CHARS = 60
 # Longest wait for events; the selector refuses more than 24 days.
 _MAX_WAIT_SECS = 3600.0
 
+# Time in which a call of `receive` reads further parts of replies.
+_DRAIN_SECS = 0.05
+
+# Number of bytes of a reply for which it gets a further time limit. A worker
+# writes no more than the pipe's buffer holds until this process reads.
+_RENEWAL_BYTES = 65_536
+
 
 @dataclasses.dataclass(frozen=True)
 class Options:
@@ -489,28 +496,36 @@ class EnvPool:
     ]
     waits += [] if deadline is None else [deadline - time.monotonic()]
     timeout = max(0.0, min([*waits, _MAX_WAIT_SECS]))
-    end = time.monotonic() + timeout
+    end = None
     while events := self._selector.select(timeout):
-      for key, mask in events:
-        w, _ = key.data
-        if mask & selectors.EVENT_WRITE and w in self._workers:
-          w.flush()
-          self._watch(w)
-      ready = [key.data for key, mask in events if mask & selectors.EVENT_READ]
-      for w, handle in ready:
-        if handle == 'pipe':
-          if w in self._workers:
-            self._read(w)
-        elif (w, 'pipe') not in ready and w in self._workers:
-          # A process that the simulator started keeps the pipe open.
-          self._replace_lost(
-            w, 'died', worker_process.describe_death(w.process)
-          )
-      timeout = 0.0
       # A worker may send without end.
-      if time.monotonic() > end:
+      end = end or time.monotonic() + _DRAIN_SECS
+      self._handle_events(events)
+      left = end - time.monotonic()
+      if left <= 0:
         break
+      # The rest of a large reply follows as soon as its first part is read.
+      in_part = any(key.data[0].inbox for key, _ in events)
+      timeout = left if in_part else 0.0
     self._check_time_limits()
+
+  def _handle_events(
+    self, events: list[tuple[selectors.SelectorKey, int]]
+  ) -> None:
+    """Writes to and reads from the pipes that are ready."""
+    for key, mask in events:
+      w, _ = key.data
+      if mask & selectors.EVENT_WRITE and w in self._workers:
+        w.flush()
+        self._watch(w)
+    ready = [key.data for key, mask in events if mask & selectors.EVENT_READ]
+    for w, handle in ready:
+      if handle == 'pipe':
+        if w in self._workers:
+          self._read(w)
+      elif (w, 'pipe') not in ready and w in self._workers:
+        # A process that the simulator started keeps the pipe open.
+        self._replace_lost(w, 'died', worker_process.describe_death(w.process))
 
   def _read(self, w: worker_process.WorkerProcess) -> None:
     """Handles the replies that have arrived from a worker."""
@@ -522,10 +537,11 @@ class EnvPool:
     except worker_process.LostError as error:
       self._replace_lost(w, error.cause, error.reason)
       return
-    if w.inbox and not w.replying:
+    received = len(w.inbox)
+    if received and (not w.renewed or received - w.renewed >= _RENEWAL_BYTES):
       # The call is over. Its reply does not fit into the pipe, so that the rest
-      # waited for this process; it gets a time limit of its own.
-      w.replying, w.progress = True, self._clock.now()
+      # waits for this process; each large part gets a time limit of its own.
+      w.renewed, w.progress = received, self._clock.now()
 
   def _handle_message(
     self, w: worker_process.WorkerProcess, call_id: int, body: bytes
@@ -542,7 +558,7 @@ class EnvPool:
       self._replace_lost(w, 'raised', value)
       return
     w.sent.popleft()
-    w.progress, w.replying = self._clock.now(), False
+    w.progress, w.renewed = self._clock.now(), 0
     self._send(w)
     self._handle_reply(call, status, value)
 

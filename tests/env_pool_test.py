@@ -275,6 +275,29 @@ def test_a_large_reply_is_not_late_because_it_was_read_late():
     assert pool.restarts == 0
 
 
+@pytest.mark.parametrize('drain_secs', [0.05, 0.0])
+def test_a_busy_caller_reads_a_large_reply_in_time(monkeypatch, drain_secs):
+  # Without time to drain it, the reply takes several times the limit.
+  monkeypatch.setattr(env_pool, '_DRAIN_SECS', drain_secs)
+  rounds = 0
+  with pools.make_faulty(
+    {0: 'large'}, num_envs=1, step_timeout_secs=0.4
+  ) as pool:
+    pool.reset(0, base.Task('train', 0))
+    pools.gather(pool, {0})
+    for _ in range(2):
+      pool.step(0, '')
+      answers = []
+      while not answers:
+        time.sleep(0.3)
+        answers = pool.receive(0.0)
+        rounds += 1
+    ((_, answer),) = answers
+    assert len(answer.observation.prompt) == 10**6
+    assert pool.restarts == 0
+  assert (rounds < 5) == bool(drain_secs)
+
+
 def test_large_messages_in_both_directions_do_not_deadlock():
   envs = set(range(32))
   with pools.make(1, 32, env={'faults': {0: 'huge'}}) as pool:

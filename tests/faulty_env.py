@@ -147,6 +147,9 @@ class Env(toy.Env):
       'unpicklable': {'action': _Unpicklable(result.action)},
       'unreadable': {'action': _Unreadable(result.action)},
     }.get(self._planned_fault, {})
+    if self._planned_fault == 'large' and result.observation:
+      observation = dataclasses.replace(result.observation, prompt='x' * 10**6)
+      changes = {'observation': observation}
     if self._planned_fault == 'no_record':
       return {'reward': 1.0}
     return dataclasses.replace(result, **changes)

@@ -87,7 +87,8 @@ class WorkerProcess:
     waiting: calls that are held back until `sent` has room.
     progress: latest time, by the pool's clock, at which the worker can have
       started the oldest call of `sent`.
-    replying: whether a part of the reply to the oldest call has arrived.
+    renewed: received bytes of the reply to the oldest call when it last got a
+      time limit of its own; 0 before its first part.
     resets: number of resets sent to it, without replays.
     died_idle: whether it died before it received a call.
     inbox: received bytes of an incomplete reply.
@@ -100,7 +101,7 @@ class WorkerProcess:
   sent: collections.deque[Call]
   waiting: collections.deque[Call]
   progress: float
-  replying: bool = False
+  renewed: int = 0
   resets: int = 0
   died_idle: bool = False
   inbox: bytearray = dataclasses.field(default_factory=bytearray)
