@@ -29,6 +29,7 @@ importable module of another project.
 import contextlib
 import importlib
 import importlib.util
+import operator
 import os
 import pathlib
 import re
@@ -39,6 +40,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from envs import base
+
+# Largest number of tasks of a split.
+_MAX_TASKS = 2**31 - 1
 
 # name: module of the environment.
 REGISTRY = {
@@ -427,7 +431,7 @@ def _response(text: str) -> str:
   return text
 
 
-def _is_explained(error: Exception) -> bool:
+def _is_explained(error: BaseException) -> bool:
   """Returns whether an error names the field that is wrong."""
   types = ValueError, ConnectionError, TimeoutError
   return isinstance(error, types) and bool(re.match(r'[\w.]+=', str(error)))
@@ -447,7 +451,7 @@ def explain_errors(field: str, call: str, expected: str) -> Iterator[None]:
   """
   try:
     yield
-  except Exception as error:  # A module may raise anything.
+  except (Exception, SystemExit) as error:  # A module may raise anything.
     if _is_explained(error):
       raise ValueError(str(error)) from error
     # Imported here, because it imports this package.
@@ -485,3 +489,25 @@ def tasks(name: str, split: str, **kwargs: Any) -> base.TaskInfo:
         f'{wanted}; must have __len__() and task_type(index)'
       )
   return info
+
+
+def count(name: str, split: str, info: base.TaskInfo) -> int:
+  """Returns the number of tasks of a split.
+
+  Args:
+    name: name of the environment, for messages.
+    split: name of the split.
+    info: what `tasks` returned.
+
+  Raises:
+    ValueError: in one line, if the environment fails, or returns no number.
+  """
+  field, call = f'env.name={name}', f'__len__() of split {split}'
+  expected = f'must return an integer from 0 to {_MAX_TASKS:,}'
+  with explain_errors(field, call, expected):
+    # `len` has other errors for negative and huge numbers.
+    number = operator.index(type(info).__len__(info))
+  if not 0 <= number <= _MAX_TASKS:
+    shown = number if number.bit_length() < 64 else 'too large'
+    raise ValueError(f'{field}: {call} is {shown}; {expected}')
+  return number

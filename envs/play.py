@@ -150,7 +150,8 @@ def main(argv: Sequence[str] | None = None) -> int:
   if problems := problems or [*envs.check_installation(name, kwargs)]:
     parser.error('; '.join(problems))
   try:
-    num_tasks = len(envs.tasks(name, task.split, **kwargs))
+    listed = envs.tasks(name, task.split, **kwargs)
+    num_tasks = envs.count(name, task.split, listed)
     if not 0 <= task.index < num_tasks:
       parser.error(
         f'--index={task.index}: split {task.split} has {num_tasks} tasks; must '

@@ -253,7 +253,7 @@ def demonstrations(config: ml_collections.ConfigDict) -> list[Demonstration]:
       'Env.demonstrate, or use sft.data or sft.rounds instead'
     )
   name, kwargs = config.env.name, config_lib.env_kwargs(config)
-  available = len(envs.tasks(name, 'train', **kwargs))
+  available = len(config_lib.list_tasks(config, 'train'))
   shown = []
   total = config.sft.num_episodes
   start = reported = time.monotonic()

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 import envs
-from envs import base
+from envs import base, messages
 from gigpo_jax import options
 
 # epochs: shuffled, without replacement; uncertain: see `UncertaintySampler`;
@@ -50,7 +50,7 @@ class CheckedTasks:
     self._tasks, self._env_name, self._split = tasks, env_name, split
 
   def __len__(self) -> int:
-    return len(self._tasks)
+    return envs.count(self._env_name, self._split, self._tasks)
 
   def __getattr__(self, name: str) -> Any:
     value = getattr(self._tasks, name)  # Optional methods may be None.
@@ -61,13 +61,18 @@ class CheckedTasks:
     """Returns a task's type.
 
     Raises:
-      ValueError: in one line, if the environment fails, or returns no text.
+      ValueError: in one line, if the environment fails, or returns no printable
+        text.
     """
     result = self._call('task_type', self._tasks.task_type, index)
-    if not isinstance(result, str):
+    # It is part of names of metrics.
+    max_chars = messages.MAX_NAME_CHARS
+    is_text = isinstance(result, str) and 0 < len(result) <= max_chars
+    if not is_text or not result.isprintable():
       raise ValueError(
-        f'task_type({index}) of split {self._split} is {result!r}; must be a '
-        'text'
+        f'env.name={self._env_name}: task_type({index}) of split '
+        f'{self._split} is {result!r:.80}; must be a text of 1 to {max_chars} '
+        'printable characters'
       )
     return result
 

@@ -6,6 +6,7 @@ import envs
 from configs import helpdesk, keydoor
 from envs import checks
 from gigpo_jax import config as config_lib
+from gigpo_jax import tasks
 from gigpo_jax.models.huggingface import layout
 
 _INF, _NAN = float('inf'), float('nan')
@@ -66,17 +67,54 @@ class _Tasks(tuple):
 
 
 @pytest.mark.parametrize(
-  ('tasks', 'line'),
+  ('listed', 'line'),
   [
     (_Tasks(), 'split train has no tasks'),
     (_Tasks([None] * 99), 'task_type(0) of split train is None'),
   ],
 )
-def test_unusable_tasks_are_reported(monkeypatch, tasks, line):
-  monkeypatch.setattr(envs, 'tasks', lambda *_, **__: tasks)
+def test_unusable_tasks_are_reported(monkeypatch, listed, line):
+  monkeypatch.setattr(envs, 'tasks', lambda *_, **__: listed)
   with pytest.raises(ValueError, match='env.name=keydoor') as raised:
     config_lib.validate(keydoor.get_config('tiny'), needs_model=False)
   assert line in str(raised.value)
+
+
+@pytest.mark.parametrize(
+  ('count', 'line'),
+  [
+    (8.0, "raises TypeError: 'float' object cannot be interpreted as an int"),
+    (KeyError('x'), "raises KeyError: 'x' (env_checks_test.py:"),
+    (-3, 'is -3; must return an integer from 0 to 2,147,483,647'),
+    (2**62, f'is {2**62}; must return an integer from 0 to 2,147,483,647'),
+    (2**70, 'is too large; must return an integer from 0 to 2,147,483,647'),
+  ],
+)
+def test_unusable_numbers_of_tasks_are_reported(monkeypatch, count, line):
+  class Tasks(_Tasks):
+    def __len__(self):
+      if isinstance(count, Exception):
+        raise count
+      return count
+
+  monkeypatch.setattr(envs, 'tasks', lambda *_, **__: Tasks())
+  with pytest.raises(ValueError, match='^env.name=keydoor: __len__') as raised:
+    config_lib.validate(keydoor.get_config('tiny'), needs_model=False)
+  assert line in str(raised.value)
+  assert len(str(raised.value).splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+  'task_type', [None, '', 'a\nb', '\x1b[31mred', '\ud800', 'x' * 129]
+)
+def test_unusable_task_types_are_reported(task_type):
+  listed = tasks.CheckedTasks(_Tasks(['x' * 128, task_type]), 'own', 'valid')
+  assert listed.task_type(0) == 'x' * 128
+  with pytest.raises(ValueError, match=r'^env.name=own: task_type\(1\)') as e:
+    listed.task_type(1)
+  text = str(e.value)
+  assert text.endswith('; must be a text of 1 to 128 printable characters')
+  assert text.isprintable()
 
 
 class _FailingTasks(_Tasks):

@@ -373,6 +373,11 @@ def test_counts_and_types_of_tasks(folder):
     ('corpus', [{'title': 'x'}], 'line 1: must have title and text'),
     ('train', [{'question': 'x'}], 'line 1: must have question and golden'),
     ('train', [{'question': 'x', 'golden_answers': 'y'}], 'line 1: must have'),
+    (
+      'train',
+      [{'question': 'x', 'golden_answers': ['y'], 'data_source': 'a\nb'}],
+      r"line 1: data_source='a\\nb'; must be 1 to 128 printable characters",
+    ),
     ('train', [[]], 'train.jsonl, line 1: not a JSON object'),
     ('train', [''], 'train.jsonl is empty'),
   ],

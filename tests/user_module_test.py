@@ -41,6 +41,7 @@ TASKS = {
   'no_length': ('return object()', 'have no __len__; must have'),
   'no_file': ("open('/none')", 'FileNotFoundError', 'no_file.py:3'),
   'no_int': ("int('x')", 'ValueError', 'no_int.py:3'),
+  'quit_early': ('import sys; sys.exit(0)', 'SystemExit: 0 (quit_early.py:3)'),
 }
 
 
@@ -107,6 +108,14 @@ def test_tasks_that_cannot_be_listed(tmp_path, monkeypatch, name):
     envs.tasks(name, 'train')
   assert all(words in str(raised.value) for words in expected)
   assert len(str(raised.value).splitlines()) == 1
+
+
+def test_ctrl_c_in_a_module_is_no_mistake():
+  with (
+    pytest.raises(KeyboardInterrupt),
+    envs.explain_errors('env.name=own', 'tasks', ''),
+  ):
+    raise KeyboardInterrupt
 
 
 CLASS = """

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from envs import cache
+from envs import cache, messages
 
 CORPUS = 'corpus.jsonl'
 _FORMAT = 1  # version of the index in the cache; increase on every change
@@ -271,11 +271,19 @@ def _parse_question(
       f'env.data_dir={path.parent}: {path.name}, line {line_number}: must have '
       'question and golden_answers, a list'
     )
+  task_type = _encodable(str(record.get('data_source') or 'all'))
+  max_chars = messages.MAX_NAME_CHARS
+  if len(task_type) > max_chars or not task_type.isprintable():
+    raise ValueError(
+      f'env.data_dir={path.parent}: {path.name}, line {line_number}: '
+      f'data_source={task_type!r:.80}; must be 1 to {max_chars} printable '
+      'characters'
+    )
   metadata = record.get('metadata')
   titles = metadata.get('titles') if isinstance(metadata, dict) else None
   return Question(
     text=_encodable(text),
     answers=tuple(_encodable(str(answer)) for answer in answers),
-    task_type=_encodable(str(record.get('data_source', 'all'))),
+    task_type=task_type,
     titles=tuple(map(str, titles)) if isinstance(titles, list) else (),
   )
