@@ -400,12 +400,37 @@ def demonstrate(
   Raises:
     ValueError: in one line, if the expert fails, or shows something else.
   """
+  # Imported here, because it imports this package.
+  from envs import messages
+
+  field = f'env.name={name}'
   expected = 'it must yield pairs (prompt or messages, response)'
-  with explain_errors(f'env.name={name}', 'demonstrate', expected):
+  with explain_errors(field, 'demonstrate', expected):
     shown = env.demonstrate(task, noise=noise, seed=seed)
-    return [
-      (_observation(given), _response(text)) for given, text in shown or ()
-    ]
+    steps = [(_observation(given), text) for given, text in shown or ()]
+    for n, (observation, text) in enumerate(steps):
+      try:
+        messages.check('reset', observation)
+        messages.check_text('response', text)
+      except messages.UnusableReplyError as error:
+        raise ValueError(
+          f'{field}: step {n} of demonstrate is unusable: '
+          f'{messages.to_line(str(error))}; {expected}'
+        ) from error
+    return steps
+
+
+@contextlib.contextmanager
+def closing(env: base.Env) -> Iterator[base.Env]:
+  """Closes an environment at the end; ignores its errors, as workers do."""
+  # Imported here, because it imports this package.
+  from envs import worker
+
+  try:
+    yield env
+  finally:
+    with contextlib.suppress(*worker.ERRORS):
+      env.close()
 
 
 def _observation(given: base.Input | base.Observation) -> base.Observation:
@@ -423,12 +448,6 @@ def _observation(given: base.Input | base.Observation) -> base.Observation:
     text='',
     messages=messages,
   )
-
-
-def _response(text: str) -> str:
-  if not isinstance(text, str):
-    raise TypeError(f'{text!r} is no response')
-  return text
 
 
 def _is_explained(error: BaseException) -> bool:

@@ -24,7 +24,8 @@ MAX_REASON_BYTES = 2048
 # Maximum length of a text other than a prompt, and of all actions together. The
 # trainer limits prompts by its own limit of tokens.
 MAX_TEXT_CHARS = 262_144
-# Maximum numbers of messages and of tools of an observation.
+# Maximum numbers of actions, of messages and of tools of an observation.
+MAX_ACTIONS = 16_384
 MAX_MESSAGES = 1024
 MAX_TOOLS = 256
 # Maximum numbers of metrics and of other rewards of a step, and length of their
@@ -99,6 +100,20 @@ def check(call: str, value: Any) -> None:
     UnusableReplyError: if the value has a wrong type or content.
   """
   if problem := _find_problem(call, value):
+    raise UnusableReplyError(problem)
+
+
+def check_text(name: str, text: Any) -> None:
+  """Checks a text of an environment.
+
+  Args:
+    name: what it is, for messages.
+    text: the text.
+
+  Raises:
+    UnusableReplyError: if it is no text, or not valid Unicode.
+  """
+  if problem := _find_text_problem(**{name: text}):
     raise UnusableReplyError(problem)
 
 
@@ -289,6 +304,8 @@ def _find_name_problem(field: str, values: Any) -> str:
 def _find_observation_problem(value: base.Observation) -> str:
   if not isinstance(value.actions, (tuple, list)):
     return f'actions is {type(value.actions).__name__}, not tuple'
+  if len(value.actions) > MAX_ACTIONS:
+    return f'{len(value.actions):,} actions of a turn; at most {MAX_ACTIONS:,}'
   if problem := _find_message_problem(value) or _find_tool_problem(value):
     return problem
   problem = (

@@ -257,7 +257,7 @@ def demonstrations(config: ml_collections.ConfigDict) -> list[Demonstration]:
   shown = []
   total = config.sft.num_episodes
   start = reported = time.monotonic()
-  with contextlib.closing(envs.make_expert(name, **kwargs)) as env:
+  with envs.closing(envs.make_expert(name, **kwargs)) as env:
     for episode in console.progress_bar(range(total), desc='expert episodes'):
       # Tasks from the end of the split overlap little with those that RL draws
       # first.

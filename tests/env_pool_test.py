@@ -490,6 +490,19 @@ def test_texts_other_than_prompts_are_bounded(monkeypatch, name: str):
   assert status == messages.GARBAGE and name in reason
 
 
+def test_the_number_of_actions_is_bounded():
+  def reply(count: int) -> bytes:
+    observation = base.Observation('', '', '', '', actions=('',) * count)
+    return messages.encode(1, 'reset', observation)
+
+  body = reply(messages.MAX_ACTIONS)[messages.HEADER.size :]
+  assert messages.decode(body, 'reset')[0] == messages.REPLY
+  with pytest.raises(
+    messages.UnusableReplyError, match='^16,385 actions of a turn; at most 16,3'
+  ):
+    reply(messages.MAX_ACTIONS + 1)
+
+
 def test_exception_messages_are_truncated_and_cleaned():
   with pools.make_faulty({4: 'garble'}) as pool:
     failure = pools.play(pool, {0: 4})[0][-1]

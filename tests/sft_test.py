@@ -88,7 +88,6 @@ def test_options_of_rl_do_not_apply(decay):
   ('shown', 'problem'),
   [
     ([('p', 'go'), 'text'], 'too many values to unpack'),
-    ([('p', None)], 'None is no response'),
     ([(5, 'go')], "'int' object is not iterable"),
     (5, "'int' object is not iterable"),
   ],
@@ -104,6 +103,46 @@ def test_the_mistakes_of_an_expert_are_one_line(monkeypatch, shown, problem):
   text = str(error.value)
   assert text.startswith(f'env.name={config.env.name}: demonstrate raises ')
   assert problem in text and 'must yield pairs' in text and '\n' not in text
+
+
+@pytest.mark.parametrize(
+  ('given', 'response', 'problem'),
+  [
+    ('p', None, 'response is NoneType, not str'),
+    ('p', '\ud800', 'response is not valid Unicode: '),
+    ('\ud800', 'go', 'prompt is not valid Unicode: '),
+    (base.Observation('p', None, 'a', ''), 'go', 'short_prompt is NoneType, n'),
+    ((base.Message('user', 3),), 'go', 'messages[0].text is int, not str'),
+    (
+      base.Observation('p', '', '', '', tools=('{bad',)),
+      'go',
+      "tools[0]='{bad': must be a JSON object with a name",
+    ),
+  ],
+)
+def test_unusable_steps_of_an_expert_are_one_line(given, response, problem):
+  env = types.SimpleNamespace(
+    demonstrate=lambda *_, **__: [('p', 'go'), (given, response)]
+  )
+  with pytest.raises(ValueError, match='^env.name=own: step 1 of ') as error:
+    envs.demonstrate('own', env, base.Task('train', 0), noise=0.0, seed=0)
+  text = str(error.value)
+  assert f'demonstrate is unusable: {problem}' in text
+  assert 'must yield pairs' in text and text.isprintable()
+
+
+@pytest.mark.parametrize('error', [RuntimeError, SystemExit])
+def test_an_expert_may_fail_to_close(monkeypatch, error):
+  def close():
+    raise error('stuck')
+
+  env = types.SimpleNamespace(
+    demonstrate=lambda *_, **__: [('p', 'go')], close=close
+  )
+  monkeypatch.setattr(envs, 'make_expert', lambda *_, **__: env)
+  assert len(sft.demonstrations(_config())) == 12
+  with pytest.raises(KeyError), envs.closing(env):
+    raise KeyError
 
 
 def test_tasks_that_an_expert_does_not_show_are_left_out(monkeypatch):

@@ -1,6 +1,5 @@
 """Teachers from a config: rows of experts and records, solutions of tasks."""
 
-import contextlib
 import functools
 
 import ml_collections
@@ -60,14 +59,14 @@ def make_privileged_context(
 
   @functools.cache
   def solve(task: base.Task) -> str:
-    with contextlib.closing(envs.make_expert(name, **kwargs)) as env:
+    with envs.closing(envs.make_expert(name, **kwargs)) as env:
       steps = envs.demonstrate(name, env, task, noise=0.0, seed=config.seed)
       return '\n'.join(response for _, response in steps)
 
   context = privileged.PrivilegedContext(text.encode, text.head_length(), solve)
   count = min(len(config_lib.list_tasks(config, 'train')), trial.TASKS)
   solutions = context.solutions(tasks.first_tasks('train', count))
-  with contextlib.closing(envs.make(name, **kwargs)) as env:
+  with envs.closing(envs.make(name, **kwargs)) as env:
     prompts = text.render([env.reset(task).prompt for task in solutions])
   needed = [
     len(prompt) + len(solution)
