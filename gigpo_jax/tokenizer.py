@@ -54,6 +54,13 @@ _CHAT_TEMPLATE = (
 
 _GENERATION = 'generation_config.json'
 
+# Replaces the clock of a chat template. `trim_blocks` drops the newline.
+_NO_CLOCK = (
+  '{% macro strftime_now(format) %}{{ raise_exception('
+  "'it calls strftime_now; prompts must not change with the date') }}"
+  '{% endmacro %}\n'
+)
+
 # A message that the output of a chat template must contain.
 _PROBE = 'probe 123'
 
@@ -225,8 +232,12 @@ class Tokenizer:
     return self._apply([{'role': 'user', 'content': prompt}])
 
   def _apply(self, messages: list[dict[str, str]], **options: Any) -> str:
+    template = self._hf.get_chat_template(tools=options.get('tools'))
+    if 'strftime_now' in template:
+      template = _NO_CLOCK + template
     return self._hf.apply_chat_template(
       messages,
+      chat_template=template,
       tokenize=False,
       add_generation_prompt=True,
       enable_thinking=self._enable_thinking,

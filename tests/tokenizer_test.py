@@ -144,6 +144,28 @@ def test_a_template_that_leaves_out_the_message_is_refused(tmp_path):
     tokenizer.Tokenizer(str(tmp_path))
 
 
+def test_a_template_that_calls_the_clock_is_refused(tmp_path):
+  tokenizer.train(TEXTS, str(tmp_path), vocab_size=400)
+  path = tmp_path / 'chat_template.jinja'
+  body = '{% for m in messages %}{{ m.content }}{% endfor %}'
+  clock = "{{ strftime_now('%S') }}"
+  path.write_text(clock + body)
+  with pytest.raises(ValueError, match='it calls strftime_now; ') as error:
+    tokenizer.Tokenizer(str(tmp_path))
+  assert len(str(error.value).splitlines()) == 1
+  # Only a template that calls it is refused, without any other difference.
+  text = '  {% if tools %}' + clock + '{% endif %}\n' + body
+  path.write_text(text)
+  guarded = tokenizer.Tokenizer(str(tmp_path))
+  (ids,) = guarded.render(['a'])
+  path.write_text(text.replace(clock, 'x'))
+  (expected,) = tokenizer.Tokenizer(str(tmp_path)).render(['a'])
+  assert np.array_equal(ids, expected)
+  message = {'role': 'user', 'content': 'a'}
+  with pytest.raises(tokenizer.TemplateError, match='it calls strftime_now'):
+    guarded.render_messages([message], ['{"name": "f"}'])
+
+
 def test_stop_ids_include_those_of_generation_config(tmp_path):
   tokenizer.train(TEXTS, str(tmp_path), vocab_size=400)
   before = tokenizer.Tokenizer(str(tmp_path)).stop_ids
