@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from gigpo_jax.tools import outcomes
+from gigpo_jax.tools import outcomes, sweep_table
 
 
 def test_successes_of_an_evaluation(tmp_path):
@@ -87,3 +87,30 @@ def test_damaged_tables_are_refused_in_one_line(tmp_path):
   with pytest.raises(ValueError, match='not a table of tests') as error:
     outcomes.read(path)
   assert len(str(error.value)) < 400 and '\n' not in str(error.value)
+
+
+def test_tables_that_are_cut_in_a_line_are_refused(tmp_path):
+  path = tmp_path / 'x_tests.csv'
+  by_task = {str(t): [t % 3 == 0] for t in range(21)}
+  outcomes.write(path, [outcomes.make_result(('toy', 'a', 0), by_task, 's')])
+  table = tmp_path / 'x.csv'
+  sweep_table.write(
+    table,
+    [
+      {'experiment': 'toy', 'name': 'a', 'seed': 0, 'iteration': 4}
+      | dict.fromkeys(('eval/success_rate', *sweep_table.MEANS), 0.5)
+    ],
+  )
+  for file, read in ((path, outcomes.read), (table, sweep_table.read)):
+    text = file.read_bytes()
+    assert len(read(file)) == 1
+    for end in range(text.index(b'\n') + 2, len(text)):
+      file.write_bytes(text[:end])
+      with pytest.raises(ValueError, match='the end is missing') as error:
+        read(file)
+      assert '\n' not in str(error.value)
+    # Lines with fewer and with more fields.
+    for line in (text.rpartition(b',')[0] + b'\n', text[:-2] + b',1\n'):
+      file.write_bytes(line)
+      with pytest.raises(ValueError, match='line 2 does not have'):
+        read(file)

@@ -1,8 +1,10 @@
-"""Atomic files, locks, and versions of stored JSON."""
+"""Atomic files, locks, CSVs, and versions of stored JSON."""
 
 import contextlib
+import csv
 import errno
 import hashlib
+import io
 import itertools
 import json
 import os
@@ -127,6 +129,31 @@ def read_stored(path: pathlib.Path) -> dict:
     return take_version(read_object(path), path)
   except OSError as error:
     raise ValueError(f'{path}: cannot be read ({error})') from error
+
+
+def read_csv(path: str | pathlib.Path) -> list[dict[str, str]]:
+  """Returns the lines of a CSV that has a header.
+
+  Raises:
+    OSError: if the file cannot be read.
+    ValueError: if its end is missing, or a line has more or fewer fields than
+      the header.
+    csv.Error: if it is not a CSV.
+  """
+  with open(path, newline='', encoding='utf-8') as file:
+    text = file.read()
+  if not text.endswith('\n'):
+    raise ValueError('the end is missing: the last line has no line break')
+  reader = csv.DictReader(io.StringIO(text, newline=''), strict=True)
+  lines = []
+  for line in reader:
+    # DictReader's keys and values for fields too many and too few.
+    if None in line or None in line.values():
+      raise ValueError(
+        f'line {reader.line_num} does not have {len(reader.fieldnames)} fields'
+      )
+    lines.append(line)
+  return lines
 
 
 def free_name(path: pathlib.Path, ending: str = 'bak') -> pathlib.Path:

@@ -167,8 +167,7 @@ def read(path: str | pathlib.Path) -> list[Result]:
       of a policy.
   """
   try:
-    with open(path, newline='', encoding='utf-8') as file:
-      results = [_read_line(line) for line in csv.DictReader(file)]
+    results = [_read_line(line) for line in files.read_csv(path)]
   except (OSError, KeyError, TypeError, ValueError, csv.Error) as error:
     raise ValueError(
       f'{path}: not a table of tests ({error!r:.200}); must be the CSV '

@@ -71,8 +71,7 @@ def read(
   if missing_ok and not pathlib.Path(path).is_file():
     return []
   try:
-    with open(path, newline='', encoding='utf-8') as file:
-      lines = [*map(deprecated.renamed_metrics, csv.DictReader(file))]
+    lines = map(deprecated.renamed_metrics, files.read_csv(path))
     rows = [
       {'experiment': line['experiment'], 'name': line['name']}
       | {'seed': int(line['seed']), 'iteration': int(line['iteration'])}
