@@ -13,6 +13,7 @@ import dataclasses
 import functools
 import itertools
 import pathlib
+import re
 import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
 FOLDER = 'episodes'  # Folder in a work directory.
 TEACHER_FOLDER = 'teacher'  # Folder of the rows of a teacher.
 INFO = 'dataset_info.json'
+_FEATURES = 'features.json'
 _METADATA = 'metadata.json'
 _SPLIT = 'train'
 _SHARDS = f'{FOLDER}-*.array_record-*'  # Pattern of the names of files.
@@ -282,7 +284,7 @@ class EpisodeWriter:
     info.write_to_directory(str(temporary))
     # A kill between the renames leaves metadata.json with one iteration more
     # than the index; `open_dataset` accepts that.
-    for name in ('features.json', *order):
+    for name in (_FEATURES, *order):
       files.rename_synced(temporary / name, self._directory / name)
     temporary.rmdir()
 
@@ -499,6 +501,7 @@ def open_dataset(directory: str | pathlib.Path) -> EpisodeDataset:
       '--config.episodes.every=1 (chats of your own need an environment with '
       '`demonstrate`)'
     )
+  _check_features(directory / _FEATURES)
   try:
     builder = tfds.builder_from_directory(str(directory))
   except Exception as error:  # protobuf, json or tfds.
@@ -534,6 +537,37 @@ def open_dataset(directory: str | pathlib.Path) -> EpisodeDataset:
     fingerprint=metadata['tokenizer'],
     source=source,
   )
+
+
+def _check_features(path: pathlib.Path) -> None:
+  """Checks that tfds imports no other modules for the fields of a set.
+
+  tfds imports the modules of the classes that the file names, also those in
+  JSON inside of strings.
+
+  Raises:
+    ValueError: in one line, if the file names other classes than an
+      `EpisodeWriter`, or is damaged.
+  """
+  known = set(_strings(episode_records.features().to_json()))
+  for text in _strings(files.read_stored(path)):
+    # Names of types and numbers; a module has a dot.
+    if text not in known and not re.fullmatch(r'[\w-]*', text):
+      raise ValueError(
+        f'{path}: names {text!r:.80}; must be the file that a run wrote with '
+        '--config.episodes.every'
+      )
+
+
+def _strings(value: Any) -> Iterator[str]:
+  """Yields all strings in a value of JSON, without the names of fields."""
+  left = [value]
+  while left:
+    value = left.pop()
+    if isinstance(value, str):
+      yield value
+    elif isinstance(value, (dict, list)):
+      left += value.values() if isinstance(value, dict) else value
 
 
 def _is_increasing(numbers: object) -> bool:

@@ -411,3 +411,27 @@ def test_open_set_refuses_other_folders(tmp_path, exists):
   with pytest.raises(ValueError, match=message) as error:
     episodes.open_dataset(tmp_path)
   assert '\n' not in str(error.value)
+
+
+@pytest.mark.parametrize('is_nested', [False, True])
+def test_features_that_name_a_module_are_refused(
+  tmp_path, monkeypatch, is_nested
+):
+  folder = tmp_path / 'episodes'
+  write(episodes.EpisodeWriter(folder, Text(), seed=5), 0)
+  (tmp_path / 'imported_by_tfds.py').write_text('')
+  monkeypatch.syspath_prepend(tmp_path)
+  path = folder / 'features.json'
+  features = json.loads(path.read_text())
+  fields = features['featuresDict']['features']
+  fields['kind'] = {'pythonClassName': 'imported_by_tfds.Feature', 'text': {}}
+  if is_nested:  # JSON in a string, with an escaped dot.
+    text = json.dumps({'x': {'type': 'imported_by_tfds.F', 'content': {}}})
+    text = text.replace('.', '\\u002e')
+    fields['kind'] = features | {'jsonFeature': {'json': text}}
+    del fields['kind']['featuresDict']
+  path.write_text(json.dumps(features))
+  with pytest.raises(ValueError, match=r'features.json: names .*imported') as e:
+    episodes.open_dataset(folder)
+  assert '\n' not in str(e.value)
+  assert 'imported_by_tfds' not in sys.modules
