@@ -13,6 +13,7 @@ form of OpenAI's API.
 """
 
 import contextlib
+import dataclasses
 import functools
 import hmac
 import select
@@ -31,13 +32,15 @@ from gigpo_jax.runtime import web
 
 # Longest wait for an episode; a harness asks again after it.
 _TAKE_SECS = 20.0
-# Longest time in which a client may send a request, or keep a connection idle.
+# Longest time in which a client may send a request, and then read the reply.
 _IDLE_SECS = 60.0
 # Connections beyond those of running episodes.
 _EXTRA_CONNECTIONS = 64
 
 # The name of the policy; requests may use any other.
 MODEL = 'policy'
+# Name of the `_Connection` of a request in its environ.
+_CONNECTION = 'gigpo_jax.connection'
 _MODEL_CARD = {'id': MODEL, 'object': 'model', 'created': 0, 'owned_by': MODEL}
 
 
@@ -83,7 +86,8 @@ def application(
     max_requests_per_sec: maximum rate of requests of all clients.
   """
   app = flask.Flask(__name__, static_folder=None)
-  app.config['MAX_CONTENT_LENGTH'] = max_bytes
+  # One more byte, because werkzeug cuts requests without a length there.
+  app.config['MAX_CONTENT_LENGTH'] = max_bytes + 1
   rate = RateLimit(max_requests_per_sec)
 
   @app.before_request
@@ -94,6 +98,7 @@ def application(
     # Before the rate, of which strangers must not use a part.
     if token and not hmac.compare_digest(given.encode(), expected.encode()):
       raise chat_completions.RequestError('wrong token', 401, 'no_access')
+    _connection().is_admitted = True
     if not rate.allows():
       raise chat_completions.RequestError(
         f'more than {max_requests_per_sec:g} requests/s', 429, 'rate_limit'
@@ -135,6 +140,7 @@ def application(
     del name
     return _MODEL_CARD
 
+  app.teardown_request(_wait_for_client)
   app.register_error_handler(Exception, _error_response)
   return app
 
@@ -189,9 +195,7 @@ def serve(
   """
   host, port, *_ = listening.getsockname()
   server = _Server(host, port, app, _Handler, fd=listening.fileno())
-  server.connections = threading.BoundedSemaphore(
-    4 * num_envs + _EXTRA_CONNECTIONS
-  )
+  server.max_connections = 4 * num_envs + _EXTRA_CONNECTIONS
   thread = threading.Thread(target=server.serve_forever, daemon=True)
   thread.start()
   try:
@@ -205,29 +209,95 @@ def serve(
 class _Handler(serving.WSGIRequestHandler):
   """Handles a connection; writes no log."""
 
+  server: '_Server'
   timeout = _IDLE_SECS
+
+  def make_environ(self) -> dict[str, Any]:
+    connection = self.server.find(self.connection)
+    return super().make_environ() | {_CONNECTION: connection}
 
   def log(self, *args: Any) -> None:
     """Does nothing; metrics count the episodes."""
 
 
+@dataclasses.dataclass
+class _Connection:
+  """The state of a connection.
+
+  Attributes:
+    waits_since: since when the server waits for the client; None while the
+      client waits.
+    is_admitted: whether its request has the token.
+  """
+
+  waits_since: float | None = dataclasses.field(default_factory=time.monotonic)
+  is_admitted: bool = False
+
+
 class _Server(serving.ThreadedWSGIServer):
-  """A server with a limit of connections, each of which has a thread."""
+  """A server with a limit of connections, each of which has a thread.
+
+  The timeout of a socket is for each read, so that a client could hold a
+  connection with a byte per minute. This limits the sum.
+  """
 
   daemon_threads = True
-  connections: threading.BoundedSemaphore
+  max_connections = 0
+
+  def __init__(self, *args: Any, **kwargs: Any):
+    super().__init__(*args, **kwargs)
+    self._lock = threading.Lock()
+    self._connections: dict[socket.socket, _Connection] = {}  # Oldest first.
+
+  def find(self, request: socket.socket) -> _Connection:
+    """Returns the state of a connection."""
+    return self._connections.get(request) or _Connection()
 
   def process_request(self, request: Any, client_address: Any) -> None:
-    if self.connections.acquire(blocking=False):
+    with self._lock:
+      if len(self._connections) >= self.max_connections:
+        items = self._connections.items()
+        strangers = (key for key, c in items if not c.is_admitted)
+        if oldest := next(strangers, None):
+          self._drop(oldest)
+      has_place = len(self._connections) < self.max_connections
+      if has_place:
+        self._connections[request] = _Connection()
+    if has_place:
       super().process_request(request, client_address)
     else:
       self.shutdown_request(request)
 
-  def process_request_thread(self, request: Any, client_address: Any) -> None:
-    try:
-      super().process_request_thread(request, client_address)
-    finally:
-      self.connections.release()
+  def shutdown_request(self, request: Any) -> None:
+    with self._lock:
+      self._connections.pop(request, None)
+    super().shutdown_request(request)
+
+  def service_actions(self) -> None:
+    """Ends connections whose clients are too slow; called twice a second."""
+    start = time.monotonic() - _IDLE_SECS
+    with self._lock:
+      for request, connection in list(self._connections.items()):
+        since = connection.waits_since
+        if since is not None and since < start:
+          self._drop(request)
+
+  def _drop(self, request: socket.socket) -> None:
+    """Ends a connection; its thread, which waits for the client, closes it."""
+    del self._connections[request]
+    with contextlib.suppress(OSError):  # The client has left.
+      request.shutdown(socket.SHUT_RDWR)
+
+
+def _connection() -> _Connection:
+  """Returns the connection of the request."""
+  return flask.request.environ.get(_CONNECTION) or _Connection()
+
+
+def _wait_for_client(error: BaseException | None) -> None:
+  """Notes that the client has to read the reply."""
+  del error
+  _connection().waits_since = time.monotonic()
 
 
 def _client() -> Callable[[], bool]:
@@ -253,12 +323,15 @@ def _body() -> Any:
     chat_completions.RequestError: if it is too large or too deep.
     exceptions.HTTPException: if it is invalid.
   """
+  limit = flask.current_app.config['MAX_CONTENT_LENGTH'] - 1
   try:
+    if len(flask.request.get_data()) > limit:
+      raise exceptions.RequestEntityTooLarge
+    _connection().waits_since = None
     return flask.request.get_json()
   except RecursionError as error:
     raise chat_completions.RequestError('the JSON is too deep') from error
   except exceptions.RequestEntityTooLarge as error:
-    limit = flask.current_app.config['MAX_CONTENT_LENGTH']
     raise chat_completions.RequestError(
       f'the request has more than {limit:,} bytes, the limit of '
       '--max_request_mib',

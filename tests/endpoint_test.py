@@ -599,6 +599,11 @@ def test_requests_are_limited(text):
     assert reply.json()['error']['message'] == (
       'the request has more than 5,000 bytes, the limit of --max_request_mib'
     )
+    # Requests in chunks have no length.
+    for size, status in ((4998, 400), (4999, 413), (9999, 413)):
+      chunks = (b'{}', b' ' * size)
+      json_key = key | {'Content-Type': 'application/json'}
+      assert post(json_key, content=iter(chunks)) == status
     assert post(key, content=b'[' * 4000) == 415
     deep = key | {'Content-Type': 'application/json'}
     assert post(deep, content=b'[' * 4000) == 400
@@ -610,6 +615,78 @@ def test_requests_are_limited(text):
     waiting = threading.Thread(target=pool.close)
     waiting.start()
     waiting.join()
+
+
+def _connect(url, text=''):
+  host, port = url.removeprefix('http://').split(':')
+  client = socket.create_connection((host, int(port)), timeout=20.0)
+  client.sendall(text.encode())
+  return client
+
+
+def _is_closed(client):
+  """Waits a little for the end of a connection."""
+  client.settimeout(1.5)
+  try:
+    while client.recv(1000):
+      pass
+  except TimeoutError:
+    return False
+  except OSError:
+    return True
+  return True
+
+
+@pytest.mark.parametrize(
+  'start',
+  [
+    'POST /episodes HTTP/1.1\r\nX-A: ',
+    f'POST /episodes HTTP/1.1\r\nAuthorization: Bearer {TOKEN}\r\n'
+    'Host: localhost\r\nContent-Length: 999\r\n\r\n',
+    # After the reply, the server reads what the client still sends.
+    'GET /v1/models HTTP/1.1\r\nHost: localhost\r\n\r\nx',
+  ],
+  ids=['headers', 'body', 'rest'],
+)
+def test_a_client_that_sends_slowly_is_disconnected(text, monkeypatch, start):
+  monkeypatch.setattr(endpoint_server, '_IDLE_SECS', 1.0)
+  with _serve(text, token=TOKEN) as (_, url), _connect(url, start) as client:
+    end = time.monotonic() + 15
+    with pytest.raises(OSError, match='(?i)broken pipe|reset'):
+      while time.monotonic() < end:
+        client.sendall(b'x')
+        time.sleep(0.1)
+
+
+def test_connections_without_the_token_leave_room(text, monkeypatch):
+  monkeypatch.setattr(endpoint_server, '_EXTRA_CONNECTIONS', -1)
+  key = {'Authorization': f'Bearer {TOKEN}'}
+  take = (
+    f'POST /episodes HTTP/1.1\r\nAuthorization: Bearer {TOKEN}\r\n'
+    'Host: localhost\r\nContent-Type: application/json\r\n'
+    'Content-Length: 2\r\n\r\n{}'
+  )
+  with (
+    _serve(text, num_envs=1, token=TOKEN) as (pool, url),
+    contextlib.ExitStack() as stack,
+  ):
+
+    def connect(start):
+      client = stack.enter_context(_connect(url, start))
+      time.sleep(0.5)  # The server reads it.
+      return client
+
+    slow = connect('POST ')
+    takes = [connect(take), connect(take)]
+    assert httpx.get(f'{url}/v1/models', headers=key).status_code == 200
+    assert _is_closed(slow)
+    time.sleep(0.5)  # The server closes that connection.
+    # Those with the token stay, and no place is left.
+    takes.append(connect(take))
+    with pytest.raises(httpx.TransportError):
+      httpx.get(f'{url}/v1/models', headers=key)
+    assert not any(map(_is_closed, takes))
+    pool.close()
 
 
 def test_unknown_requests_get_the_known_ones(text):
