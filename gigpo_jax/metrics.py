@@ -479,12 +479,19 @@ def _parse(text: str) -> dict | None:
     return None
   if not isinstance(line, dict) or not isinstance(line.get('iteration'), int):
     return None
-  numeric = all(
-    x is None or (isinstance(x, (int, float)) and not isinstance(x, bool))
-    for x in line.values()
-  )
+  numeric = all(x is None or _is_number(x) for x in line.values())
   is_valid = numeric and line['iteration'] >= 0
   return deprecated.renamed_metrics(line) if is_valid else None
+
+
+def _is_number(value: object) -> bool:
+  """Returns whether a value of JSON is a number that a float can hold."""
+  if isinstance(value, bool) or not isinstance(value, (int, float)):
+    return False
+  try:
+    return math.isfinite(float(value))
+  except OverflowError:
+    return False
 
 
 def _lines_before(

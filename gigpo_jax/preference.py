@@ -96,12 +96,20 @@ def make_pairs(
     episodes: records of episodes; see `episode_records`.
     segment_turns: largest number of turns of a segment.
     team: whether the rewards of all agents count, instead of the agent's own.
+
+  Raises:
+    ValueError: in one line, if a sum of rewards is not finite.
   """
   by_state: dict[tuple, list[_Continuation]] = {}
   for episode in episodes:
     if not episode['failure']:
       task = episode['task_split'], episode['task_index']
       for state, continuation in _continuations(episode['steps'], team):
+        if not math.isfinite(continuation.value):
+          raise ValueError(
+            f'an episode of {task[0]}/{task[1]} has rewards with the sum '
+            f'{continuation.value}; must be finite'
+          )
         by_state.setdefault((*task, *state), []).append(continuation)
   pairs = []
   for others in by_state.values():

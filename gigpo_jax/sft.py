@@ -455,11 +455,13 @@ def pair_rows(
 
   Raises:
     ValueError: in one line, if there is no pair, the tokens are from another
-      tokenizer, or a step exceeds the token limits.
+      tokenizer, a step exceeds the token limits, or rewards are not finite.
   """
-  pairs = preference.make_pairs(
-    kept, config.sft.segment_turns, team=config.reward.agents == 'team'
-  )
+  turns, team = config.sft.segment_turns, config.reward.agents == 'team'
+  try:
+    pairs = preference.make_pairs(kept, turns, team=team)
+  except ValueError as error:
+    raise ValueError(f'sft.data={config.sft.data}: {error}') from error
   if not pairs:
     raise ValueError(
       f'sft.data={config.sft.data}: no two of {len(kept.source)} episodes '

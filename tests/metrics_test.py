@@ -303,6 +303,19 @@ def test_resume_skips_a_line_of_zeros(tmp_path):
   assert [line['iteration'] for line in metrics.read(tmp_path)] == [0, 1, 2]
 
 
+@pytest.mark.parametrize('number', ['1e400', '-1e400', '1' + '0' * 400])
+def test_a_line_with_a_number_that_no_float_holds_is_damaged(
+  tmp_path, capsys, number
+):
+  (tmp_path / 'metrics.jsonl').write_text(
+    f'{{"iteration": 0}}\n{{"iteration": 1, "train/success_rate": {number}}}\n'
+  )
+  assert metrics.read(tmp_path) == [{'iteration': 0}]
+  _write(tmp_path, 2, 3)
+  assert '1 lines are damaged; the file is kept as' in capsys.readouterr().out
+  assert [line['iteration'] for line in metrics.read(tmp_path)] == [0, 2]
+
+
 def test_null_writer_has_the_methods_of_a_writer():
   def methods(kind):
     return {

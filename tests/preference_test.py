@@ -96,6 +96,22 @@ def test_pairs_are_of_one_task_and_differ_anywhere_in_the_response():
   assert responses(preference.make_pairs(longer, 1, team=True)) == [([1], [1])]
 
 
+@pytest.mark.parametrize('is_first', [False, True])
+@pytest.mark.parametrize('reward', [math.nan, math.inf])
+def test_rewards_that_are_not_finite_are_refused(reward, is_first):
+  rewards = (reward, 1.0) if is_first else (1.0, reward)
+  experiment = alfworld.get_config('tiny')
+  experiment.sft.data = 'runs/a/episodes'
+  with pytest.raises(ValueError) as error:
+    sft.pair_rows(
+      experiment, None, [episode(step('a', n, rewards[n])) for n in range(2)]
+    )
+  assert str(error.value) == (
+    'sft.data=runs/a/episodes: an episode of train/0 has rewards with the sum '
+    f'{reward}; must be finite'
+  )
+
+
 def test_rounding_errors_of_equal_returns_make_no_pair():
   # 0.7 and 0.7000000000000001, in the order of the turns.
   episodes = [
