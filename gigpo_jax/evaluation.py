@@ -407,15 +407,29 @@ def main(
   if export:
     run_config.check_workdir(export, '--export')
   distributed.initialize()
-  episodes, texts, folder = {}, {}, pathlib.Path(workdir)
+  exported = ('checkpoint', *checkpoints) if export else ()
+  played, write_policy = {}, None
   with builders.make_pool(config) as pool:
     builders.try_environment(config, pool, config.evaluation.split)
-    for source, path in policies:
-      episodes[path], texts[path] = _evaluate_policy(
-        config, source, path, pool, export if source == 'checkpoint' else ''
+    # The policy to export comes last, because it stays in memory.
+    for item in sorted(policies, key=lambda item: item == exported):
+      *played[item], write_policy = _evaluate_policy(
+        config, *item, pool, keep=item == exported
       )
-  if not distributed.is_main_process():
-    return
+  if distributed.is_main_process():
+    results = {item[1]: played[item] for item in policies}
+    _report(config, pathlib.Path(workdir), results)
+  if write_policy:
+    write_policy(export)
+
+
+def _report(
+  config: ml_collections.ConfigDict,
+  folder: pathlib.Path,
+  results: dict[str, tuple[list[trajectory.Trajectory], tokenizer.Tokenizer]],
+) -> None:
+  """Writes the episodes of policies to a folder, and prints tables of them."""
+  episodes = {name: own for name, (own, _) in results.items()}
   first, *others = episodes
   comparisons = {
     name: compare(episodes[first], episodes[name]) for name in others
@@ -424,13 +438,13 @@ def main(
   try:
     # Before the tables, which nothing may read any more. All at once, because
     # another evaluation may write to the same folder.
-    with errors.explain_disk_errors(workdir):
+    with errors.explain_disk_errors(str(folder)):
       notes += _move_earlier(folder)
       notes += _write(config, folder, episodes, comparisons)
       if config.episodes.every:
-        for n, (name, text) in enumerate(texts.items()):
-          own = folder / _KEPT / str(n)
-          notes += _keep_episodes(own, text, episodes[name], config)
+        for n, (own, text) in enumerate(results.values()):
+          path = folder / _KEPT / str(n)
+          notes += _keep_episodes(path, text, own, config)
   finally:
     tables = [table(name, own) for name, own in episodes.items()]
     differences = [
@@ -557,9 +571,15 @@ def _evaluate_policy(
   source: str,
   path: str,
   pool: env_pool.EnvPool,
-  export: str,
-) -> tuple[list[trajectory.Trajectory], tokenizer.Tokenizer]:
-  """Returns the episodes of a policy, and its tokenizer."""
+  *,
+  keep: bool,
+) -> tuple[
+  list[trajectory.Trajectory], tokenizer.Tokenizer, Callable[[str], None] | None
+]:
+  """Returns the episodes of a policy, its tokenizer, and what exports it.
+
+  The last is None, and the policy is dropped, if it is not to be kept.
+  """
   config = _with_policy(config, source, path)
   console.log(f'policy: --{source}={path}')
   policy = model_builders.make_model_bundle(config)
@@ -576,17 +596,14 @@ def _evaluate_policy(
       label='evaluation',
     )
     metrics.stop_if_failed(episodes, config.pool.max_failed_share)
-    if export:
-      with errors.explain_disk_errors(export):
-        policy_files.export(
-          pathlib.Path(export),
-          policy,
-          base_params,
-          params,
-          config.model.path,
-        )
-      console.log(f'exported to {export}/policy')
-  return episodes, policy.tokenizer
+
+  def export(folder: str) -> None:
+    with jax.set_mesh(policy.mesh), errors.explain_disk_errors(folder):
+      start, path = config.model.path, pathlib.Path(folder)
+      policy_files.export(path, policy, base_params, params, start)
+    console.log(f'exported to {folder}/policy')
+
+  return episodes, policy.tokenizer, export if keep else None
 
 
 def _record(t: trajectory.Trajectory) -> dict:

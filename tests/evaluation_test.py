@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import io
+import json
 import sys
 
 import numpy as np
@@ -221,19 +222,60 @@ class _ClosedPipe(io.StringIO):
 
 
 def test_results_are_written_before_they_are_shown(tmp_path, monkeypatch):
-  played = [episode(0, True)], None
-  nothing = contextlib.nullcontext()
-  monkeypatch.setattr(evaluation, '_evaluate_policy', lambda *_: played)
-  monkeypatch.setattr(
-    evaluation, '_check_policies', lambda *_: [('model', 'a')]
-  )
-  monkeypatch.setattr(builders, 'make_pool', lambda _: nothing)
-  monkeypatch.setattr(builders, 'try_environment', lambda *_: None)
+  played = [episode(0, True)], None, None
+  _play(monkeypatch, [('model', 'a')], lambda *_, keep: played)
   monkeypatch.setattr(sys, 'stdout', _ClosedPipe())
   with pytest.raises(BrokenPipeError):
     evaluation.main(alfworld.get_config('smoke'), str(tmp_path))
   names = sorted(path.name for path in tmp_path.iterdir())
   assert names == ['evaluation.json', 'evaluation.png']
+
+
+def _play(monkeypatch, policies, evaluate):
+  """Makes `evaluation.main` evaluate these policies with a function."""
+  nothing = contextlib.nullcontext()
+  monkeypatch.setattr(evaluation, '_evaluate_policy', evaluate)
+  monkeypatch.setattr(evaluation, '_check_policies', lambda *_: policies)
+  monkeypatch.setattr(builders, 'make_pool', lambda _: nothing)
+  monkeypatch.setattr(builders, 'try_environment', lambda *_: None)
+
+
+def test_results_are_written_before_the_policy_is_exported(
+  tmp_path, monkeypatch
+):
+  order = []
+
+  def evaluate(config, source, path, pool, *, keep):
+    del config, pool
+    order.append((source, path, keep))
+    return [episode(0, source == 'model')], None, write if keep else None
+
+  def write(folder):
+    assert (tmp_path / 'evaluation.png').exists()
+    order.append(folder)
+    raise OSError('full')
+
+  policies = [('checkpoint', 'run'), ('model', 'a'), ('model', 'b')]
+  _play(monkeypatch, policies, evaluate)
+  export = str(tmp_path / 'export')
+  with pytest.raises(OSError, match='full'):
+    evaluation.main(
+      alfworld.get_config('smoke'),
+      str(tmp_path),
+      models=['a', 'b'],
+      checkpoints=['run'],
+      export=export,
+    )
+  assert order == [
+    ('model', 'a', False),
+    ('model', 'b', False),
+    ('checkpoint', 'run', True),
+    export,
+  ]
+  stored = json.loads((tmp_path / 'evaluation.json').read_text())
+  rates = {k: v['rates'] for k, v in stored['policies'].items()}
+  assert list(rates) == ['run', 'a', 'b']
+  assert [v['eval/success_rate'] for v in rates.values()] == [0, 1, 1]
 
 
 def test_plot_has_labels(tmp_path, monkeypatch):

@@ -1,5 +1,6 @@
 """The files of a trained policy: a Hugging Face folder, and adapters."""
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -66,11 +67,22 @@ def check_export(export: str, checkpoints: Sequence[str]) -> None:
       f'--export={export}: writes the policy of one checkpoint; needs exactly '
       'one --checkpoint'
     )
+  folder = pathlib.Path(export)
   for name in FOLDERS:
-    if (pathlib.Path(export) / name).exists():
+    if (folder / name).exists() and not _was_interrupted(folder):
       raise ValueError(
         f'--export={export}: already has a folder {name}; must be a new folder'
       )
+
+
+def _was_interrupted(folder: pathlib.Path) -> bool:
+  """Returns whether an export ended before it renamed the policy.
+
+  The adapters in the work directory of a run are the run's own.
+  """
+  is_partial = (folder / 'policy.tmp').is_dir()
+  is_partial &= not (folder / 'policy').exists()
+  return is_partial and not run_config.holds_run(str(folder))
 
 
 def check_target(start: str | None, workdir: str) -> None:
@@ -147,7 +159,10 @@ def export(
   if model.adapters:
     single = lora.for_agent(model.adapters)
     model = dataclasses.replace(model, adapters=single)
-  with distributed.atomic_directory(folder / 'policy') as path:
+  with contextlib.ExitStack() as stack:
+    # The adapters are entered last and so renamed first: a finished policy
+    # means a finished export.
+    path = stack.enter_context(distributed.atomic_directory(folder / 'policy'))
     for agent, own in policies.items():
       huggingface.save(
         os.path.join(path, agent),
@@ -159,8 +174,9 @@ def export(
     if iterations is not None and distributed.is_main_process():
       text = json.dumps({'iterations': iterations, 'version': files.VERSION})
       files.write_atomic(pathlib.Path(path, _TRAINING), text + '\n')
-  if not model.adapters:
-    return
-  with distributed.atomic_directory(folder / 'adapters') as path:
+    if not model.adapters:
+      return
+    adapters = distributed.atomic_directory(folder / 'adapters')
+    path = stack.enter_context(adapters)
     for agent, own in policies.items():
       huggingface.save_adapters(os.path.join(path, agent), model, own, start)
