@@ -460,6 +460,7 @@ def test_a_damaged_evaluation_is_made_again(tmp_path, monkeypatch, damage):
       score=None,
       reward=1.0,
       steps=(),
+      num_repeated=0,
       failure='',
     )
   ]
