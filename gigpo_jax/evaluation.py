@@ -9,7 +9,7 @@ import fractions
 import json
 import math
 import pathlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -416,43 +416,66 @@ def main(
       *played[item], write_policy = _evaluate_policy(
         config, *item, pool, keep=item == exported
       )
-  if distributed.is_main_process():
-    results = {item[1]: played[item] for item in policies}
-    _report(config, pathlib.Path(workdir), results)
-  if write_policy:
-    write_policy(export)
+  results = {item[1]: played[item] for item in policies}
+  episodes = {name: own for name, (own, _) in results.items()}
+  is_main = distributed.is_main_process()
+  comparisons = _compare_first(episodes) if is_main else {}
+  notes: list[str] = []
+  try:
+    # Before the tables, which nothing may read any more.
+    if is_main:
+      for note in _save(config, pathlib.Path(workdir), results, comparisons):
+        notes.append(note)
+    if write_policy:
+      write_policy(export)
+  finally:
+    if is_main:
+      _print(episodes, comparisons, notes)
 
 
-def _report(
+def _compare_first(
+  episodes: Mapping[str, Sequence[trajectory.Trajectory]],
+) -> dict[str, dict[str, Comparison]]:
+  """Returns how the first policy compares with each of the others."""
+  first, *others = episodes
+  return {name: compare(episodes[first], episodes[name]) for name in others}
+
+
+def _save(
   config: ml_collections.ConfigDict,
   folder: pathlib.Path,
-  results: dict[str, tuple[list[trajectory.Trajectory], tokenizer.Tokenizer]],
-) -> None:
-  """Writes the episodes of policies to a folder, and prints tables of them."""
+  results: Mapping[
+    str, tuple[list[trajectory.Trajectory], tokenizer.Tokenizer]
+  ],
+  comparisons: Mapping[str, Mapping[str, Comparison]],
+) -> Iterator[str]:
+  """Writes the episodes of policies to a folder; yields lines that name files.
+
+  All at once, because another evaluation may write to the same folder.
+  """
   episodes = {name: own for name, (own, _) in results.items()}
-  first, *others = episodes
-  comparisons = {
-    name: compare(episodes[first], episodes[name]) for name in others
-  }
-  notes = []
-  try:
-    # Before the tables, which nothing may read any more. All at once, because
-    # another evaluation may write to the same folder.
-    with errors.explain_disk_errors(str(folder)):
-      notes += _move_earlier(folder)
-      notes += _write(config, folder, episodes, comparisons)
-      if config.episodes.every:
-        for n, (own, text) in enumerate(results.values()):
-          path = folder / _KEPT / str(n)
-          notes += _keep_episodes(path, text, own, config)
-  finally:
-    tables = [table(name, own) for name, own in episodes.items()]
-    differences = [
-      f'{first} minus {name}, {measure}: {comparison}'
-      for name, measures in comparisons.items()
-      for measure, comparison in measures.items()
-    ]
-    print('\n\n'.join((*tables, *differences, '\n'.join(notes))))
+  with errors.explain_disk_errors(str(folder)):
+    yield from _move_earlier(folder)
+    yield from _write(config, folder, episodes, comparisons)
+    if config.episodes.every:
+      for n, (own, text) in enumerate(results.values()):
+        yield from _keep_episodes(folder / _KEPT / str(n), text, own, config)
+
+
+def _print(
+  episodes: Mapping[str, Sequence[trajectory.Trajectory]],
+  comparisons: Mapping[str, Mapping[str, Comparison]],
+  notes: Sequence[str],
+) -> None:
+  """Prints tables and comparisons of policies, and notes."""
+  first = next(iter(episodes))
+  tables = [table(name, own) for name, own in episodes.items()]
+  differences = [
+    f'{first} minus {name}, {measure}: {comparison}'
+    for name, measures in comparisons.items()
+    for measure, comparison in measures.items()
+  ]
+  print('\n\n'.join((*tables, *differences, '\n'.join(notes))))
 
 
 def _check_policies(
@@ -494,8 +517,8 @@ def _check_policies(
 def _write(
   config: ml_collections.ConfigDict,
   folder: pathlib.Path,
-  episodes_by_policy: dict[str, list[trajectory.Trajectory]],
-  comparisons: dict[str, dict[str, Comparison]],
+  episodes_by_policy: Mapping[str, Sequence[trajectory.Trajectory]],
+  comparisons: Mapping[str, Mapping[str, Comparison]],
 ) -> list[str]:
   """Writes the results; returns lines that name their files."""
   folder.mkdir(parents=True, exist_ok=True)

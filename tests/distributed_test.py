@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import json
 import os
 import pathlib
 import signal
@@ -321,6 +322,24 @@ def test_two_processes_train_like_one_process(alone, tmp_path, flag, devices):
   together = _processes(tmp_path, flag, devices=devices)
   _finish(together)
   _assert_equal_runs(alone, tmp_path)
+
+
+@pytest.mark.slow
+def test_two_processes_evaluate_and_export_like_one_process(alone, tmp_path):
+  program = ('launch/evaluate.py', *_TRAIN[1:])
+  written = []
+  for name, start in (('one', _start), ('two', _processes)):
+    workdir, exported = tmp_path / name, tmp_path / f'{name}-exported'
+    flags = (f'--checkpoint={alone}', f'--export={exported}')
+    devices = 2 if name == 'one' else 1
+    processes = start(workdir, *flags, program=program, devices=devices)
+    processes = processes if name == 'two' else [processes]
+    (printed, _), *_ = _wait(*processes)
+    assert 'success' in printed and f'exported to {exported}/policy' in printed
+    (model,) = (exported / 'policy').glob('*.safetensors')
+    report = json.loads((workdir / 'evaluation.json').read_text())
+    written.append((report['policies'], model.read_bytes()))
+  assert written[0] == written[1]
 
 
 def test_hosts_with_different_configs_are_refused(tmp_path):
