@@ -131,7 +131,7 @@ def test_damaged_episodes_are_refused_before_the_rollouts(tmp_path, calls):
   folder.mkdir(parents=True)
   (folder / episodes.INFO).touch()
   (tmp_path / 'rounds.json').write_text(_config(rounds=1).to_json_best_effort())
-  with pytest.raises(ValueError, match=f'^{folder}: .*; move the folder away'):
+  with pytest.raises(ValueError, match=f'^{folder}/.*; move the folder away'):
     rejection_sampling.run(_config(rounds=1), str(tmp_path))
   assert not calls
 
