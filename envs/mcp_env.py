@@ -90,7 +90,7 @@ class Tasks:
 
   def task_type(self, index: int) -> str:
     """Returns the task type."""
-    return str(self.tasks[index].get('type', 'all'))
+    return str(self.tasks[index].get('type') or 'all')
 
 
 def tasks(split: str, **kwargs) -> Tasks:

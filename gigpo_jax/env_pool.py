@@ -55,10 +55,8 @@ _MAX_WAIT_SECS = 3600.0
 
 # Time in which a call of `receive` reads further parts of replies.
 _DRAIN_SECS = 0.05
-
-# Number of bytes of a reply for which it gets a further time limit. A worker
-# writes no more than the pipe's buffer holds until this process reads.
-_RENEWAL_BYTES = 65_536
+# Longest wait for the next part of a reply.
+_NEXT_PART_SECS = 0.005
 
 
 @dataclasses.dataclass(frozen=True)
@@ -186,6 +184,7 @@ class EnvPool:
     self._host = worker.EnvHost(name, kwargs)
     self._call_ids = itertools.count(1)
     self._clock = worker_process.Clock()
+    self._read_until = self._clock.now()  # Latest time of reading from pipes.
     self._selector = selectors.DefaultSelector()
     # Dismissed processes and their times of dismissal.
     self._dismissed: list[tuple[multiprocessing.Process, float]] = []
@@ -288,8 +287,8 @@ class EnvPool:
     """Returns the replies that have arrived, after waiting for at least one.
 
     Args:
-      timeout_secs: longest time to wait; 0 does not wait; None waits until a
-        reply arrives, at most for the time limits of the pending calls.
+      timeout_secs: longest time to wait; 0 reads what has arrived; None waits
+        until a reply arrives, at most for the time limits of the pending calls.
 
     Returns:
       Pairs (environment, reply); empty only after the timeout. An episode that
@@ -496,23 +495,30 @@ class EnvPool:
     ]
     waits += [] if deadline is None else [deadline - time.monotonic()]
     timeout = max(0.0, min([*waits, _MAX_WAIT_SECS]))
-    end = None
+    end, unread_secs = None, now - self._read_until
     while events := self._selector.select(timeout):
       # A worker may send without end.
       end = end or time.monotonic() + _DRAIN_SECS
-      self._handle_events(events)
+      self._handle_events(events, unread_secs)
+      unread_secs = 0.0
       left = end - time.monotonic()
       if left <= 0:
         break
       # The rest of a large reply follows as soon as its first part is read.
       in_part = any(key.data[0].inbox for key, _ in events)
-      timeout = left if in_part else 0.0
+      timeout = min(left, _NEXT_PART_SECS) if in_part else 0.0
     self._check_time_limits()
+    self._read_until = self._clock.now()
 
   def _handle_events(
-    self, events: list[tuple[selectors.SelectorKey, int]]
+    self, events: list[tuple[selectors.SelectorKey, int]], unread_secs: float
   ) -> None:
-    """Writes to and reads from the pipes that are ready."""
+    """Writes to and reads from the pipes that are ready.
+
+    Args:
+      events: the pipes.
+      unread_secs: how long this process has not looked at them.
+    """
     for key, mask in events:
       w, _ = key.data
       if mask & selectors.EVENT_WRITE and w in self._workers:
@@ -522,12 +528,12 @@ class EnvPool:
     for w, handle in ready:
       if handle == 'pipe':
         if w in self._workers:
-          self._read(w)
+          self._read(w, unread_secs)
       elif (w, 'pipe') not in ready and w in self._workers:
         # A process that the simulator started keeps the pipe open.
         self._replace_lost(w, 'died', worker_process.describe_death(w.process))
 
-  def _read(self, w: worker_process.WorkerProcess) -> None:
+  def _read(self, w: worker_process.WorkerProcess, unread_secs: float) -> None:
     """Handles the replies that have arrived from a worker."""
     try:
       for call_id, body in w.receive():
@@ -537,11 +543,12 @@ class EnvPool:
     except worker_process.LostError as error:
       self._replace_lost(w, error.cause, error.reason)
       return
-    received = len(w.inbox)
-    if received and (not w.renewed or received - w.renewed >= _RENEWAL_BYTES):
+    if w.inbox and not w.replying:
       # The call is over. Its reply does not fit into the pipe, so that the rest
-      # waits for this process; each large part gets a time limit of its own.
-      w.renewed, w.progress = received, self._clock.now()
+      # waited for this process; it gets a time limit of its own.
+      w.replying, w.progress = True, self._clock.now()
+    elif w.inbox:
+      w.progress += unread_secs  # The rest may have waited as long.
 
   def _handle_message(
     self, w: worker_process.WorkerProcess, call_id: int, body: bytes
@@ -558,7 +565,7 @@ class EnvPool:
       self._replace_lost(w, 'raised', value)
       return
     w.sent.popleft()
-    w.progress, w.renewed = self._clock.now(), 0
+    w.progress, w.replying = self._clock.now(), False
     self._send(w)
     self._handle_reply(call, status, value)
 

@@ -201,8 +201,9 @@ class PolicyGradient:
       constant weights. TRL's cispo with epsilon_high=E has no lower bound:
       clip_epsilon=1 and clip_epsilon_high=E-1.
     ratio_level: token has one ratio per token; row has their geometric mean per
-      row, about 1e-3 from 1. GSPO clips it with clip_epsilon=3e-4 and
-      clip_epsilon_high=4e-4; bounds such as 0.2 hardly ever clip it.
+      row, which is nearer to 1 the longer the row is. GSPO clips it with
+      clip_epsilon=3e-4 and clip_epsilon_high=4e-4, SAMPO, for turns, with 3e-3
+      and 4e-3; bounds such as 0.2 hardly ever clip it.
     clip_epsilon: clipping bound of ratios; 0.2 in the released code.
     clip_epsilon_high: upper clipping bound ("clip-higher", such as 0.28). None:
       `clip_epsilon`.

@@ -164,14 +164,17 @@ def revisit_rate(trajectories: Sequence[trajectory.Trajectory]) -> float:
   """Returns the share of steps in a state that their episode visited before.
 
   States are compared as the environment's anchors, before any option of
-  `algorithm.anchor` merges them.
+  `algorithm.anchor` merges them. A step that branches share counts once.
 
   Args:
     trajectories: episodes with at least one step in all.
   """
-  num_steps = sum(len(t.steps) for t in trajectories)
-  num_states = sum(len({s.anchor for s in t.steps}) for t in trajectories)
-  return 1 - num_states / num_steps
+  num_steps = num_new = 0
+  for t in trajectories:
+    anchors = [s.anchor for s in t.steps]
+    num_steps += len(anchors) - t.num_repeated
+    num_new += len(set(anchors)) - len(set(anchors[: t.num_repeated]))
+  return 1 - num_new / num_steps
 
 
 def _env_metric_name(name: str) -> str:

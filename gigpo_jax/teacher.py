@@ -130,8 +130,11 @@ def make_loss(
   if options.loss == 'imitation':
     return Imitation(options.token_weight)
   own = {'kl_weight': 0.0, 'kl_target': None, 'entropy_weight': 0.0}
-  if options.loss == 'distillation':  # Each token has its own advantage.
-    own['ratio_level'] = 'token'
+  is_row = policy_options.get('ratio_level') == 'row'
+  if options.loss == 'distillation' and is_row:
+    # Each token has its own advantage. The bounds are those of tokens, too.
+    names = ('ratio_level', 'clip_epsilon', 'clip_epsilon_high')
+    own |= {n: getattr(losses.PolicyGradient, n) for n in names}
   bands = {'entropy_band': {'weight': 0.0}}
   return losses.of_section(
     {**policy_options, **own, **bands, 'name': 'policy_gradient'}

@@ -544,9 +544,10 @@ def test_options_of_an_absent_advantage_are_named(variant, options, ignored):
   assert fields == [f'algorithm.{name}' for name in ignored]
 
 
-def _notes(capsys, variant: str, **loss) -> str:
+def _notes(capsys, variant: str, reward_kl: float = 0.0, **loss) -> str:
   config = alfworld.get_config(variant)
   config.loss.update(loss)
+  config.reward.kl_weight = reward_kl
   run_builders.print_notes(config)
   return capsys.readouterr().out
 
@@ -561,8 +562,10 @@ def test_bounds_that_hardly_clip_and_unused_clamps_are_printed(capsys):
   for variant in ('tiny', 'tiny,sampo', 'tiny,gagpo'):
     assert 'hardly ever' not in _notes(capsys, variant), variant
   line = 'loss.kl_clamp=10.0: has no effect with loss.kl_weight=0; reward.kl_w'
-  assert line in _notes(capsys, 'tiny,reference_code', kl_weight=0.0)
-  assert line not in _notes(capsys, 'tiny,reference_code', kl_weight=0.1)
+  variant = 'tiny,reference_code'
+  assert line in _notes(capsys, variant, 0.1, kl_weight=0.0)
+  assert line not in _notes(capsys, variant, 0.1, kl_weight=0.1)
+  assert line not in _notes(capsys, variant, kl_weight=0.0)  # As it is.
 
 
 def test_options_that_have_no_effect_are_printed(capsys, monkeypatch):

@@ -223,6 +223,8 @@ def test_effects_of_several_tables_are_compared(tmp_path, capsys):
   assert law.main(['compare', *files]) == 0
   first, second = capsys.readouterr().out.splitlines()[-2:]
   assert '| +30.0 | 1 |' in first and '| +10.0 | 1 |' in second
+  assert law.main(['compare', *files, files[1]]) == 2
+  assert 'a.csv: has a, as an earlier' in capsys.readouterr().err
 
 
 def test_one_seed_has_no_error_and_plots_need_a_folder(tmp_path, capsys):

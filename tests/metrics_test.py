@@ -67,6 +67,11 @@ def test_revisits_by_hand():
   assert metrics.revisit_rate(episodes) == pytest.approx(4 / 10)
   values = metrics.summarize(episodes[:1], prefix='train')
   assert values['train/revisit_rate'] == 0.5
+  # ssp and three branches that repeat its ss: one of six different steps.
+  branch = dataclasses.replace(episode('ssq'), num_repeated=2)
+  assert metrics.revisit_rate([episode('ssp'), *[branch] * 3]) == (
+    pytest.approx(1 / 6)
+  )
 
 
 def _episode_with_metrics(

@@ -99,7 +99,7 @@ def test_ctrl_c_exits_with_status_130():
 @pytest.mark.parametrize(
   ('arguments', 'message'),
   [
-    (('alfred',), 'unknown'),
+    (('alfred',), 'unknown; must be one of'),
     (('toy', '--index', '100'), 'split train has 100 tasks'),
     (('toy', '--index', '-1'), 'split train has 100 tasks'),
     (('toy', '--set', 'engine=native'), 'toy has no such option'),

@@ -205,8 +205,12 @@ def test_replayed_ratios_by_hand():
 def test_distillation_has_ratios_of_tokens():
   options = teacher.Options(mu_peak=0.1, loss='distillation')
   config = alfworld.get_config('tiny').loss.to_dict()
-  loss = teacher.make_loss(options, config | {'ratio_level': 'row'})
-  assert loss.ratio_level == 'token'
+  rows = {'ratio_level': 'row', 'clip_epsilon': 3e-4, 'clip_epsilon_high': 4e-4}
+  loss = teacher.make_loss(options, config | rows)
+  assert (loss.ratio_level, loss.clip_epsilon) == ('token', 0.2)
+  assert loss.clip_epsilon_high is None
+  loss = teacher.make_loss(options, config | {'clip_epsilon': 0.1})
+  assert loss.clip_epsilon == 0.1
 
 
 @pytest.mark.slow

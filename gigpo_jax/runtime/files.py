@@ -143,7 +143,11 @@ def read_csv(path: str | pathlib.Path) -> list[dict[str, str]]:
   with open(path, newline='', encoding='utf-8') as file:
     text = file.read()
   if not text.endswith('\n'):
-    raise ValueError('the end is missing: the last line has no line break')
+    raise ValueError(
+      'the end is missing, or the line break after the last line'
+      if text
+      else 'empty'
+    )
   reader = csv.DictReader(io.StringIO(text, newline=''), strict=True)
   lines = []
   for line in reader:

@@ -87,8 +87,7 @@ class WorkerProcess:
     waiting: calls that are held back until `sent` has room.
     progress: latest time, by the pool's clock, at which the worker can have
       started the oldest call of `sent`.
-    renewed: received bytes of the reply to the oldest call when it last got a
-      time limit of its own; 0 before its first part.
+    replying: whether a part of the reply to the oldest call has arrived.
     resets: number of resets sent to it, without replays.
     died_idle: whether it died before it received a call.
     inbox: received bytes of an incomplete reply.
@@ -101,7 +100,7 @@ class WorkerProcess:
   sent: collections.deque[Call]
   waiting: collections.deque[Call]
   progress: float
-  renewed: int = 0
+  replying: bool = False
   resets: int = 0
   died_idle: bool = False
   inbox: bytearray = dataclasses.field(default_factory=bytearray)

@@ -532,7 +532,13 @@ def _run(options: argparse.Namespace) -> None:
       )
     measured: dict[str, Effect] = {}
     for name in (options.table, *options.more_tables):
-      measured |= read_effects(name, values['method'])
+      effects = read_effects(name, values['method'])
+      if again := measured.keys() & effects.keys():
+        raise ValueError(
+          f'{name}: has {min(again)}, as an earlier table has; must have other '
+          'settings'
+        )
+      measured |= effects
     print(table(predictions, measured))
     if path:
       draw(path, predictions, measured)
