@@ -275,6 +275,23 @@ def test_a_large_reply_is_not_late_because_it_was_read_late():
     assert pool.restarts == 0
 
 
+def test_a_dripping_reply_is_late_although_the_caller_is_busy(monkeypatch):
+  monkeypatch.setattr(env_pool, '_DRAIN_SECS', 0.0)
+  with pools.make_faulty(
+    {0: 'drip'}, num_envs=1, step_timeout_secs=0.5
+  ) as pool:
+    pool.reset(0, base.Task('train', 0))
+    pools.gather(pool, {0})
+    for _ in range(2):
+      pool.step(0, '')
+      answers = []
+      while not answers:
+        time.sleep(0.02)
+        answers = pool.receive(0.0)
+    ((_, answer),) = answers
+  assert answer.cause == 'hung'
+
+
 @pytest.mark.parametrize('drain_secs', [0.05, 0.0])
 def test_a_busy_caller_reads_a_large_reply_in_time(monkeypatch, drain_secs):
   # Without time to drain it, the reply takes several times the limit.
