@@ -275,20 +275,28 @@ def test_a_large_reply_is_not_late_because_it_was_read_late():
     assert pool.restarts == 0
 
 
+def _step_twice(pool, pause_secs):
+  """Returns the last answer, and how often a busy caller asked for answers."""
+  pool.reset(0, base.Task('train', 0))
+  pools.gather(pool, {0})
+  rounds = 0
+  for _ in range(2):
+    pool.step(0, '')
+    answers = []
+    while not answers:
+      time.sleep(pause_secs)
+      answers = pool.receive(0.0)
+      rounds += 1
+  ((_, answer),) = answers
+  return answer, rounds
+
+
 def test_a_dripping_reply_is_late_although_the_caller_is_busy(monkeypatch):
   monkeypatch.setattr(env_pool, '_DRAIN_SECS', 0.0)
   with pools.make_faulty(
     {0: 'drip'}, num_envs=1, step_timeout_secs=0.5
   ) as pool:
-    pool.reset(0, base.Task('train', 0))
-    pools.gather(pool, {0})
-    for _ in range(2):
-      pool.step(0, '')
-      answers = []
-      while not answers:
-        time.sleep(0.02)
-        answers = pool.receive(0.0)
-    ((_, answer),) = answers
+    answer, _ = _step_twice(pool, 0.02)
   assert answer.cause == 'hung'
 
 
@@ -296,20 +304,10 @@ def test_a_dripping_reply_is_late_although_the_caller_is_busy(monkeypatch):
 def test_a_busy_caller_reads_a_large_reply_in_time(monkeypatch, drain_secs):
   # Without time to drain it, the reply takes several times the limit.
   monkeypatch.setattr(env_pool, '_DRAIN_SECS', drain_secs)
-  rounds = 0
   with pools.make_faulty(
     {0: 'large'}, num_envs=1, step_timeout_secs=0.4
   ) as pool:
-    pool.reset(0, base.Task('train', 0))
-    pools.gather(pool, {0})
-    for _ in range(2):
-      pool.step(0, '')
-      answers = []
-      while not answers:
-        time.sleep(0.3)
-        answers = pool.receive(0.0)
-        rounds += 1
-    ((_, answer),) = answers
+    answer, rounds = _step_twice(pool, 0.3)
     assert len(answer.observation.prompt) == 10**6
     assert pool.restarts == 0
   assert (rounds < 5) == bool(drain_secs)
