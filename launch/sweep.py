@@ -9,8 +9,19 @@ import functools
 import os
 import signal
 import sys
+import types
+from typing import NoReturn
 
 from launch import interrupt, output
+
+
+class _Terminated(BaseException):
+  """SIGTERM. Code that handles exits of modules does not catch it."""
+
+
+def _terminate(signum: int, frame: types.FrameType | None) -> NoReturn:
+  del signum, frame
+  raise _Terminated
 
 
 @interrupt.handle()
@@ -42,8 +53,8 @@ def main() -> None:
     # Configs may name modules there, as in the runs.
     sys.path.append(os.getcwd())
     interrupt.set_outlook(lambda: 'the same command resumes the sweep')
-    # The exit also ends the runs.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    # The exception also ends the runs.
+    signal.signal(signal.SIGTERM, _terminate)
     try:
       for flag in (sweep, workdir):
         if not flag.value:
@@ -60,6 +71,8 @@ def main() -> None:
       lines.exit_with_error(str(error))
     except errors.RunError as error:
       lines.exit_with_error(str(error), status=1)
+    except _Terminated:
+      sys.exit(143)
     sys.exit(code)
 
   app.run(run, flags_parser=functools.partial(lines.parse, module=__name__))
