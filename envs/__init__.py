@@ -525,8 +525,8 @@ def count(name: str, split: str, info: base.TaskInfo) -> int:
   expected = f'must return an integer from 0 to {_MAX_TASKS:,}'
   with explain_errors(field, call, expected):
     # `len` has other errors for negative and huge numbers.
-    number = operator.index(type(info).__len__(info))
-  if not 0 <= number <= _MAX_TASKS:
-    shown = number if number.bit_length() < 64 else 'too large'
+    size = operator.index(type(info).__len__(info))
+  if not 0 <= size <= _MAX_TASKS:
+    shown = size if size.bit_length() < 64 else 'too large'
     raise ValueError(f'{field}: {call} is {shown}; {expected}')
-  return number
+  return size

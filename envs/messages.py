@@ -103,6 +103,11 @@ def check(call: str, value: Any) -> None:
     raise UnusableReplyError(problem)
 
 
+def is_name(text: str) -> bool:
+  """Returns whether a text may be the name of a metric or of a task type."""
+  return 0 < len(text) <= MAX_NAME_CHARS and text.isprintable()
+
+
 def check_text(name: str, text: Any) -> None:
   """Checks a text of an environment.
 
@@ -293,7 +298,7 @@ def _find_name_problem(field: str, values: Any) -> str:
   for name in values:
     if not isinstance(name, str):
       return f'{field} has the name {name!r:.80}; must be a str'
-    if not 0 < len(name) <= MAX_NAME_CHARS or not name.isprintable():
+    if not is_name(name):
       return (
         f'{field} has the name {name!r:.80}; must be 1 to {MAX_NAME_CHARS} '
         'printable characters'

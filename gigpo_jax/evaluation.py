@@ -408,7 +408,8 @@ def main(
     run_config.check_workdir(export, '--export')
   distributed.initialize()
   exported = ('checkpoint', *checkpoints) if export else ()
-  played, write_policy = {}, None
+  played: dict = dict.fromkeys(policies)  # In their order.
+  write_policy = None
   with builders.make_pool(config) as pool:
     builders.try_environment(config, pool, config.evaluation.split)
     # The policy to export comes last, because it stays in memory.
@@ -416,15 +417,16 @@ def main(
       *played[item], write_policy = _evaluate_policy(
         config, *item, pool, keep=item == exported
       )
-  results = {item[1]: played[item] for item in policies}
-  episodes = {name: own for name, (own, _) in results.items()}
+  episodes = {path: own for (_, path), (own, _) in played.items()}
+  texts = [text for _, text in played.values()]
   is_main = distributed.is_main_process()
   comparisons = _compare_first(episodes) if is_main else {}
   notes: list[str] = []
   try:
     # Before the tables, which nothing may read any more.
     if is_main:
-      for note in _save(config, pathlib.Path(workdir), results, comparisons):
+      folder = pathlib.Path(workdir)
+      for note in _save(config, folder, episodes, texts, comparisons):
         notes.append(note)
     if write_policy:
       write_policy(export)
@@ -444,21 +446,21 @@ def _compare_first(
 def _save(
   config: ml_collections.ConfigDict,
   folder: pathlib.Path,
-  results: Mapping[
-    str, tuple[list[trajectory.Trajectory], tokenizer.Tokenizer]
-  ],
+  episodes: Mapping[str, Sequence[trajectory.Trajectory]],
+  texts: Sequence[tokenizer.Tokenizer],
   comparisons: Mapping[str, Mapping[str, Comparison]],
 ) -> Iterator[str]:
   """Writes the episodes of policies to a folder; yields lines that name files.
 
   All at once, because another evaluation may write to the same folder.
   """
-  episodes = {name: own for name, (own, _) in results.items()}
   with errors.explain_disk_errors(str(folder)):
     yield from _move_earlier(folder)
     yield from _write(config, folder, episodes, comparisons)
     if config.episodes.every:
-      for n, (own, text) in enumerate(results.values()):
+      for n, (own, text) in enumerate(
+        zip(episodes.values(), texts, strict=True)
+      ):
         yield from _keep_episodes(folder / _KEPT / str(n), text, own, config)
 
 

@@ -66,13 +66,11 @@ class CheckedTasks:
     """
     result = self._call('task_type', self._tasks.task_type, index)
     # It is part of names of metrics.
-    max_chars = messages.MAX_NAME_CHARS
-    is_text = isinstance(result, str) and 0 < len(result) <= max_chars
-    if not is_text or not result.isprintable():
+    if not isinstance(result, str) or not messages.is_name(result):
       raise ValueError(
         f'env.name={self._env_name}: task_type({index}) of split '
-        f'{self._split} is {result!r:.80}; must be a text of 1 to {max_chars} '
-        'printable characters'
+        f'{self._split} is {result!r:.80}; must be a text of 1 to '
+        f'{messages.MAX_NAME_CHARS} printable characters'
       )
     return result
 

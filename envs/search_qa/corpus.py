@@ -272,12 +272,11 @@ def _parse_question(
       'question and golden_answers, a list'
     )
   task_type = _encodable(str(record.get('data_source') or 'all'))
-  max_chars = messages.MAX_NAME_CHARS
-  if len(task_type) > max_chars or not task_type.isprintable():
+  if not messages.is_name(task_type):
     raise ValueError(
       f'env.data_dir={path.parent}: {path.name}, line {line_number}: '
-      f'data_source={task_type!r:.80}; must be 1 to {max_chars} printable '
-      'characters'
+      f'data_source={task_type!r:.80}; must be 1 to '
+      f'{messages.MAX_NAME_CHARS} printable characters'
     )
   metadata = record.get('metadata')
   titles = metadata.get('titles') if isinstance(metadata, dict) else None

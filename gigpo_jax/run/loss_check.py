@@ -43,22 +43,22 @@ def without_effect(config: ml_collections.ConfigDict) -> Iterator[str]:
   They are not refused, because presets set them.
   """
   loss, own = config.loss, losses.options_of(config.loss.name)
-  is_clipped = loss.ratio_level == 'row' and loss.surrogate == 'clipped'
+  has_rows = 'ratio_level' in own and loss.ratio_level == 'row'
+  is_wide = loss.surrogate == 'clipped' and loss.clip_epsilon >= _WIDE_CLIP
   # A preset of the algorithm may have the clip of its paper.
   is_chosen = 'loss.ratio_level' not in variants.preset_fields(config)
-  if 'ratio_level' in own and is_clipped and is_chosen:
-    if loss.clip_epsilon >= _WIDE_CLIP:
-      yield (
-        f'loss.clip_epsilon={loss.clip_epsilon}: hardly ever clips the ratios '
-        'of loss.ratio_level=row, which are means over tokens; GSPO has 3e-4 '
-        'for long responses, SAMPO 3e-3 for turns'
-      )
-  if loss.kl_clamp is not None and config.reward.kl_weight:
-    if not loss.kl_weight:
-      yield (
-        f'loss.kl_clamp={loss.kl_clamp}: has no effect with loss.kl_weight=0; '
-        'reward.kl_weight has no clamp'
-      )
+  if has_rows and is_wide and is_chosen:
+    yield (
+      f'loss.clip_epsilon={loss.clip_epsilon}: hardly ever clips the ratios of '
+      'loss.ratio_level=row, which are means over tokens; GSPO has 3e-4 for '
+      'long responses, SAMPO 3e-3 for turns'
+    )
+  is_clamped = loss.kl_clamp is not None
+  if is_clamped and config.reward.kl_weight and not loss.kl_weight:
+    yield (
+      f'loss.kl_clamp={loss.kl_clamp}: has no effect with loss.kl_weight=0; '
+      'reward.kl_weight has no clamp'
+    )
 
 
 def _options_of_losses(config: ml_collections.ConfigDict) -> Iterator[str]:

@@ -531,7 +531,7 @@ def _run(options: argparse.Namespace) -> None:
         '`python -m gigpo_jax.tools.law predict` wrote'
       )
     measured: dict[str, Effect] = {}
-    for name in (options.table, *options.more_tables):
+    for name in options.tables:
       effects = read_effects(name, values['method'])
       if again := measured.keys() & effects.keys():
         raise ValueError(
@@ -553,15 +553,13 @@ def main(argv: Sequence[str] | None = None) -> int:
   for name, inputs in (
     ('fit', ('table', 'predictors')),
     ('predict', ('law', 'predictors')),
-    ('compare', ('predictions', 'table')),
+    ('compare', ('predictions',)),
   ):
     command = commands.add_parser(name)
     for file in inputs:
       command.add_argument(file)
     if name == 'compare':
-      command.add_argument(
-        'more_tables', nargs='*', help='tables of further settings'
-      )
+      command.add_argument('tables', nargs='+', metavar='table')
       command.add_argument('--plot', help='image file')
     else:
       command.add_argument('--output', required=True, help='new JSON file')
