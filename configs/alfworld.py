@@ -48,43 +48,6 @@ FULL_RATES = {'g2po': 7.5e-5, 'gigpo': 1.5e-4, 'grpo': 1.5e-4}
 SMALL_RATES = {'g2po': 3e-5, 'gigpo': 1e-5, 'grpo': 1e-5}
 SMALL_RATE = 1e-5
 
-SIZES = ('0.5b', '1.5b', '7b', 'small', 'tiny', 'mini', 'mini_full', 'smoke')
-
-
-def get_config(arg: str = '') -> ml_collections.ConfigDict:
-  """Returns the experiment; `arg` is a comma-separated list of variants."""
-  known = (*variants.CONVERSATION_CHANGES, 'planner')
-  size, changes = variants.parse(arg, 'alfworld', sizes=SIZES, changes=known)
-  size = size or '1.5b'
-  config = _paper()
-  config.variant = ','.join([size, *changes])
-  # The sizes for CPUs and `small` start from `tiny`.
-  if size in ('small', 'tiny', 'mini', 'mini_full', 'smoke'):
-    _tiny(config)
-  if size == 'small':
-    _small(config)
-    rate = sizes.tuned_rate(changes, SMALL_RATES, SMALL_RATE)
-    config.optimizer.learning_rate = rate
-    config.model.path = sizes.warm_start(__file__, size, shared=False)
-  if size == 'mini':
-    sizes.use_mini(config, changes, RATES)
-    config.num_iterations = 56
-    config.evaluation.every = 28
-  if size == 'mini_full':
-    sizes.use_mini(config, changes, FULL_RATES)
-    _full_rooms(config)
-    config.model.path = sizes.warm_start(__file__, size, shared=False)
-  if size == 'smoke':
-    sizes.use_smoke(config)
-  if size == '7b':
-    config.learner.microbatch_tokens = 20_480
-  variants.apply(config, [c for c in changes if c != 'planner'])
-  if 'planner' in changes:
-    _use_planner(config)
-  if 'conversation' in changes:
-    _make_room_for_turns(config)
-  return config
-
 
 def _paper() -> ml_collections.ConfigDict:
   config = base.get_config()
@@ -165,6 +128,8 @@ def _small(config: ml_collections.ConfigDict) -> None:
   config.rollout.max_prompt_tokens = 640
   config.rollout.prompt_buckets = (320, 640)
   config.rollout.batch_buckets = (128,)
+  rate = sizes.tuned_rate(config, SMALL_RATES, SMALL_RATE)
+  config.optimizer.learning_rate = rate
   config.optimizer.b2 = 0.98
   config.learner.microbatch_tokens = 21_760
   config.learner.length_buckets = (256, 384, 680)
@@ -180,10 +145,12 @@ def _small(config: ml_collections.ConfigDict) -> None:
   config.sft.model.heads = 12
   config.sft.model.kv_heads = 4
   config.sft.model.mlp = 3072
+  config.model.path = sizes.warm_start(__file__, 'small', shared=False)
 
 
-def _make_room_for_turns(config: ml_collections.ConfigDict) -> None:
-  """Sets limits of tokens, and a warm start, for a conversation's turns."""
+def _use_conversation(config: ml_collections.ConfigDict) -> None:
+  """Makes an episode a conversation; a tiny one has a warm start of its own."""
+  variants.use_conversation(config)
   sizes.make_room_for_turns(config, brief_tokens=120)
   if config.env.prompt_style == 'brief':
     if config.model.path == 'configs/warm_starts/alfworld_tiny':
@@ -212,6 +179,7 @@ def _use_planner(config: ml_collections.ConfigDict) -> None:
 
 def _full_rooms(config: ml_collections.ConfigDict) -> None:
   """Selects rooms with as many receptacles and objects as ALFRED's have."""
+  sizes.use_mini(config, FULL_RATES)
   config.num_iterations = 16
   config.env.generator = ml_collections.ConfigDict({'seed': 0})
   config.env.generator.num_held_out = 512
@@ -228,3 +196,33 @@ def _full_rooms(config: ml_collections.ConfigDict) -> None:
   config.sft.num_episodes = 1500
   config.sft.noise = 0.5
   config.sft.learning_rate = 2e-3
+  config.model.path = sizes.warm_start(__file__, 'mini_full', shared=False)
+
+
+def _mini(config: ml_collections.ConfigDict) -> None:
+  sizes.use_mini(config, RATES)
+  config.num_iterations = 56
+  config.evaluation.every = 28
+
+
+def _large(config: ml_collections.ConfigDict) -> None:
+  config.learner.microbatch_tokens = 20_480
+
+
+# `small` and the sizes for CPUs start from `tiny`.
+SIZES = {
+  '1.5b': (),
+  '0.5b': (),
+  '7b': (_large,),
+  'small': (_tiny, _small),
+  'tiny': (_tiny,),
+  'mini': (_tiny, _mini),
+  'mini_full': (_tiny, _full_rooms),
+  'smoke': (_tiny, sizes.use_smoke),
+}
+
+
+def get_config(arg: str = '') -> ml_collections.ConfigDict:
+  """Returns the experiment; `arg` is a comma-separated list of variants."""
+  own = {'conversation': _use_conversation, 'planner': _use_planner}
+  return variants.make(__file__, arg, _paper, SIZES, own)

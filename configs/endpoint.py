@@ -16,26 +16,6 @@ import ml_collections
 
 from configs import base, sizes, variants
 
-SIZES = ('1.5b', 'tiny', 'smoke')
-
-
-def get_config(arg: str = '') -> ml_collections.ConfigDict:
-  """Returns the experiment; `arg` is a comma-separated list of variants."""
-  size, changes = variants.parse(
-    arg, 'endpoint', sizes=SIZES, changes=variants.CHANGES
-  )
-  size = size or '1.5b'
-  config = _harness()
-  config.variant = ','.join([size, *changes])
-  if size in ('tiny', 'smoke'):
-    _tiny(config)
-    config.model.path = sizes.warm_start(__file__, size)
-  if size == 'smoke':
-    sizes.use_smoke(config)
-    config.evaluation.every = 0
-  variants.apply(config, changes)
-  return config
-
 
 def _harness() -> ml_collections.ConfigDict:
   config = base.get_config()
@@ -67,3 +47,21 @@ def _tiny(config: ml_collections.ConfigDict) -> None:
   config.rollout.batch_buckets = (16,)  # Episodes that the harness plays.
   config.sft.num_episodes = 2000
   config.sft.noise = 0.6
+  config.model.path = sizes.warm_start(__file__, variants.size(config))
+
+
+def _smoke(config: ml_collections.ConfigDict) -> None:
+  sizes.use_smoke(config)
+  config.evaluation.every = 0
+
+
+SIZES = {
+  '1.5b': (),
+  'tiny': (_tiny,),
+  'smoke': (_tiny, _smoke),
+}
+
+
+def get_config(arg: str = '') -> ml_collections.ConfigDict:
+  """Returns the experiment; `arg` is a comma-separated list of variants."""
+  return variants.make(__file__, arg, _harness, SIZES)

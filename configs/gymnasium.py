@@ -39,31 +39,6 @@ from configs import base, sizes, variants
 # Learning rates of `:mini`; see sizes.use_mini.
 RATES = {'gigpo': 1.5e-4, 'grpo': 1.5e-4, 'g2po': 1.5e-4}
 
-SIZES = ('1.5b', 'tiny', 'mini', 'car', 'smoke')
-
-
-def get_config(arg: str = '') -> ml_collections.ConfigDict:
-  """Returns the experiment; `arg` is a comma-separated list of variants."""
-  size, changes = variants.parse(
-    arg, 'gymnasium', sizes=SIZES, changes=variants.CHANGES
-  )
-  size = size or '1.5b'
-  config = _lake()
-  config.variant = ','.join([size, *changes])
-  if size in ('tiny', 'mini', 'car', 'smoke'):
-    _tiny(config)
-    shared = size not in ('mini', 'car')
-    config.model.path = sizes.warm_start(__file__, size, shared=shared)
-  if size == 'mini':
-    sizes.use_mini(config, changes, RATES)
-    _slippery(config)
-  if size == 'car':
-    _car(config)
-  if size == 'smoke':
-    sizes.use_smoke(config)
-  variants.apply(config, changes)
-  return config
-
 
 def _lake() -> ml_collections.ConfigDict:
   config = base.get_config()
@@ -117,10 +92,12 @@ def _tiny(config: ml_collections.ConfigDict) -> None:
   config.evaluation.every = 15
   config.sft.num_episodes = 2000
   config.sft.noise = 1.0  # teaches the form of a response only
+  config.model.path = sizes.warm_start(__file__, variants.size(config))
 
 
 def _slippery(config: ml_collections.ConfigDict) -> None:
   """Selects the slippery lake, in which two of three steps go astray."""
+  sizes.use_mini(config, RATES)
   config.env.options.is_slippery = True
   config.env.max_steps = 50
   # Larger groups than elsewhere, because few episodes succeed at the start.
@@ -128,6 +105,7 @@ def _slippery(config: ml_collections.ConfigDict) -> None:
   # Few of the 32 episodes are left in the last turns.
   config.rollout.batch_buckets = (8, 32)
   config.sft.noise = 0.4
+  config.model.path = sizes.warm_start(__file__, 'mini', shared=False)
 
 
 def _car(config: ml_collections.ConfigDict) -> None:
@@ -170,3 +148,18 @@ def _car(config: ml_collections.ConfigDict) -> None:
   config.sft.num_episodes = 1500
   config.sft.noise = 0.2
   sizes.use_two_layers(config)
+  config.model.path = sizes.warm_start(__file__, 'car', shared=False)
+
+
+SIZES = {
+  '1.5b': (),
+  'tiny': (_tiny,),
+  'mini': (_tiny, _slippery),
+  'car': (_tiny, _car),
+  'smoke': (_tiny, sizes.use_smoke),
+}
+
+
+def get_config(arg: str = '') -> ml_collections.ConfigDict:
+  """Returns the experiment; `arg` is a comma-separated list of variants."""
+  return variants.make(__file__, arg, _lake, SIZES)

@@ -23,30 +23,6 @@ from configs import base, sizes, variants
 # they were tuned.
 RATES = {'g2po': 1.5e-4, 'gigpo': 3e-4, 'grpo': 3e-4}
 
-SIZES = ('1.5b', 'tiny', 'mini', 'smoke')
-
-
-def get_config(arg: str = '') -> ml_collections.ConfigDict:
-  """Returns the experiment; `arg` is a comma-separated list of variants."""
-  size, changes = variants.parse(
-    arg, 'helpdesk', sizes=SIZES, changes=variants.CHANGES
-  )
-  size = size or '1.5b'
-  config = _cases()
-  config.variant = ','.join([size, *changes])
-  if size in ('tiny', 'mini', 'smoke'):
-    _tiny(config)
-    config.model.path = sizes.warm_start(__file__, size)
-  if size == 'mini':
-    sizes.use_mini(config, changes, RATES)
-    config.rollout.batch_buckets = (32,)
-    config.num_iterations = 60
-    config.evaluation.every = 30
-  if size == 'smoke':
-    sizes.use_smoke(config)
-  variants.apply(config, changes)
-  return config
-
 
 def _cases() -> ml_collections.ConfigDict:
   config = base.get_config()
@@ -77,3 +53,24 @@ def _tiny(config: ml_collections.ConfigDict) -> None:
   config.learner.microbatch_tokens = 2 * config.learner.length_buckets[-1]
   config.sft.num_episodes = 4000
   config.sft.noise = 0.2
+  config.model.path = sizes.warm_start(__file__, variants.size(config))
+
+
+def _mini(config: ml_collections.ConfigDict) -> None:
+  sizes.use_mini(config, RATES)
+  config.rollout.batch_buckets = (32,)
+  config.num_iterations = 60
+  config.evaluation.every = 30
+
+
+SIZES = {
+  '1.5b': (),
+  'tiny': (_tiny,),
+  'mini': (_tiny, _mini),
+  'smoke': (_tiny, sizes.use_smoke),
+}
+
+
+def get_config(arg: str = '') -> ml_collections.ConfigDict:
+  """Returns the experiment; `arg` is a comma-separated list of variants."""
+  return variants.make(__file__, arg, _cases, SIZES)

@@ -18,25 +18,6 @@ import ml_collections
 
 from configs import base, sizes, variants
 
-SIZES = ('1.5b', 'tiny', 'smoke')
-
-
-def get_config(arg: str = '') -> ml_collections.ConfigDict:
-  """Returns the experiment; `arg` is a comma-separated list of variants."""
-  size, changes = variants.parse(
-    arg, 'minigrid', sizes=SIZES, changes=variants.CHANGES
-  )
-  size = size or '1.5b'
-  config = _local()
-  config.variant = ','.join([size, *changes])
-  if size in ('tiny', 'smoke'):
-    _tiny(config)
-    config.model.path = sizes.warm_start(__file__, size)
-  if size == 'smoke':
-    sizes.use_smoke(config)
-  variants.apply(config, changes)
-  return config
-
 
 def _local() -> ml_collections.ConfigDict:
   config = base.get_config()
@@ -73,3 +54,16 @@ def _tiny(config: ml_collections.ConfigDict) -> None:
   config.evaluation.every = 20
   config.sft.num_episodes = 2000
   config.sft.noise = 0.5
+  config.model.path = sizes.warm_start(__file__, variants.size(config))
+
+
+SIZES = {
+  '1.5b': (),
+  'tiny': (_tiny,),
+  'smoke': (_tiny, sizes.use_smoke),
+}
+
+
+def get_config(arg: str = '') -> ml_collections.ConfigDict:
+  """Returns the experiment; `arg` is a comma-separated list of variants."""
+  return variants.make(__file__, arg, _local, SIZES)

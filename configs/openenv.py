@@ -28,25 +28,6 @@ from ml_collections import config_dict
 
 from configs import base, sizes, variants
 
-SIZES = ('1.5b', 'tiny', 'smoke')
-
-
-def get_config(arg: str = '') -> ml_collections.ConfigDict:
-  """Returns the experiment; `arg` is a comma-separated list of variants."""
-  size, changes = variants.parse(
-    arg, 'openenv', sizes=SIZES, changes=variants.CHANGES
-  )
-  size = size or '1.5b'
-  config = _server()
-  config.variant = ','.join([size, *changes])
-  if size in ('tiny', 'smoke'):
-    _tiny(config)
-    config.model.path = sizes.warm_start(__file__, size)
-  if size == 'smoke':
-    sizes.use_smoke(config)
-  variants.apply(config, changes)
-  return config
-
 
 def _server() -> ml_collections.ConfigDict:
   config = base.get_config()
@@ -83,3 +64,16 @@ def _tiny(config: ml_collections.ConfigDict) -> None:
   config.env.max_steps = 5
   config.env.demonstrator = 'envs.lamps_server:demonstrate'
   config.sft.noise = 0.6
+  config.model.path = sizes.warm_start(__file__, variants.size(config))
+
+
+SIZES = {
+  '1.5b': (),
+  'tiny': (_tiny,),
+  'smoke': (_tiny, sizes.use_smoke),
+}
+
+
+def get_config(arg: str = '') -> ml_collections.ConfigDict:
+  """Returns the experiment; `arg` is a comma-separated list of variants."""
+  return variants.make(__file__, arg, _server, SIZES)

@@ -22,27 +22,6 @@ import ml_collections
 
 from configs import base, sizes, variants
 
-SIZES = ('3b', '7b', 'tiny', 'smoke')
-
-
-def get_config(arg: str = '') -> ml_collections.ConfigDict:
-  """Returns the experiment; `arg` is a comma-separated list of variants."""
-  size, changes = variants.parse(
-    arg, 'search_qa', sizes=SIZES, changes=variants.CHANGES
-  )
-  size = size or '3b'
-  config = _released()
-  config.variant = ','.join([size, *changes])
-  if size in ('tiny', 'smoke'):
-    _tiny(config)
-    config.model.path = sizes.warm_start(__file__, size)
-  if size == 'smoke':
-    sizes.use_smoke(config)
-  if size == '7b':
-    config.learner.microbatch_tokens = 18_432
-  variants.apply(config, changes)
-  return config
-
 
 def _released() -> ml_collections.ConfigDict:
   config = base.get_config()
@@ -97,3 +76,21 @@ def _tiny(config: ml_collections.ConfigDict) -> None:
   config.sft.noise = 0.4
   # Most names are one token, which is easier to copy.
   config.sft.vocab_size = 2048
+  config.model.path = sizes.warm_start(__file__, variants.size(config))
+
+
+def _large(config: ml_collections.ConfigDict) -> None:
+  config.learner.microbatch_tokens = 18_432
+
+
+SIZES = {
+  '3b': (),
+  '7b': (_large,),
+  'tiny': (_tiny,),
+  'smoke': (_tiny, sizes.use_smoke),
+}
+
+
+def get_config(arg: str = '') -> ml_collections.ConfigDict:
+  """Returns the experiment; `arg` is a comma-separated list of variants."""
+  return variants.make(__file__, arg, _released, SIZES)

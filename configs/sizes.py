@@ -2,7 +2,7 @@
 
 import pathlib
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import ml_collections
 
@@ -125,24 +125,25 @@ def warm_start(file: str, size: str, *, shared: bool = True) -> str:
 
 
 def tuned_rate(
-  changes: Sequence[str], rates: Mapping[str, float], untuned: float
+  config: ml_collections.ConfigDict,
+  rates: Mapping[str, float],
+  untuned: float,
 ) -> float:
-  """Returns the learning rate of the methods among some variants.
+  """Returns the learning rate of the methods among a config's variants.
 
   Args:
-    changes: variants other than the size.
+    config: the experiment.
     rates: tuned learning rate per method.
     untuned: the rate of methods without an entry.
   """
-  methods = [c for c in changes if c in (*variants.ALGORITHMS, 'sampo')]
+  known = (*variants.ALGORITHMS, 'sampo')
+  methods = [word for word in config.variant.split(',') if word in known]
   methods = methods or [base.DEFAULT_ALGORITHM]
   return min(rates.get(method, untuned) for method in methods)
 
 
 def use_mini(
-  config: ml_collections.ConfigDict,
-  changes: Sequence[str],
-  rates: Mapping[str, float],
+  config: ml_collections.ConfigDict, rates: Mapping[str, float]
 ) -> None:
   """Shortens a tiny config to about six minutes of one CPU core.
 
@@ -150,12 +151,11 @@ def use_mini(
 
   Args:
     config: the tiny experiment, changed in place.
-    changes: variants other than the size.
     rates: tuned learning rate per method, see configs/sweeps/tuning.py. Methods
       without an entry use the smallest of these rates and MINI_RATE.
   """
   untuned = min([MINI_RATE, *rates.values()])
-  config.optimizer.learning_rate = tuned_rate(changes, rates, untuned)
+  config.optimizer.learning_rate = tuned_rate(config, rates, untuned)
   config.rollout.groups = 2
   config.rollout.batch_buckets = (16,)
   # As many updates per iteration as `tiny` has.

@@ -37,32 +37,6 @@ RATES = {
   'pgpo': 7.5e-5,
 }
 
-SIZES = ('1.5b', 'tiny', 'mini', 'smoke')
-
-
-def get_config(arg: str = '') -> ml_collections.ConfigDict:
-  """Returns the experiment; `arg` is a comma-separated list of variants."""
-  size, changes = variants.parse(
-    arg, 'sokoban', sizes=SIZES, changes=variants.CHANGES
-  )
-  size = size or '1.5b'
-  config = _released()
-  config.variant = ','.join([size, *changes])
-  if size in ('tiny', 'mini', 'smoke'):
-    _tiny(config)
-    config.model.path = sizes.warm_start(__file__, size)
-  if size == 'mini':
-    sizes.use_mini(config, changes, RATES)
-    config.num_iterations = 60
-    config.rollout.groups = 4
-    config.rollout.batch_buckets = (32,)
-    config.learner.minibatch_rows = 128
-    config.evaluation.every = 30
-  if size == 'smoke':
-    sizes.use_smoke(config)
-  variants.apply(config, changes)
-  return config
-
 
 def _released() -> ml_collections.ConfigDict:
   config = base.get_config()
@@ -109,3 +83,26 @@ def _tiny(config: ml_collections.ConfigDict) -> None:
   config.evaluation.every = 30
   config.sft.num_episodes = 7000
   config.sft.noise = 0.3
+  config.model.path = sizes.warm_start(__file__, variants.size(config))
+
+
+def _mini(config: ml_collections.ConfigDict) -> None:
+  sizes.use_mini(config, RATES)
+  config.num_iterations = 60
+  config.rollout.groups = 4
+  config.rollout.batch_buckets = (32,)
+  config.learner.minibatch_rows = 128
+  config.evaluation.every = 30
+
+
+SIZES = {
+  '1.5b': (),
+  'tiny': (_tiny,),
+  'mini': (_tiny, _mini),
+  'smoke': (_tiny, sizes.use_smoke),
+}
+
+
+def get_config(arg: str = '') -> ml_collections.ConfigDict:
+  """Returns the experiment; `arg` is a comma-separated list of variants."""
+  return variants.make(__file__, arg, _released, SIZES)

@@ -33,32 +33,6 @@ import ml_collections
 
 from configs import base, sizes, variants
 
-SIZES = ('1.5b', 'tiny', 'duel', 'self_play', 'smoke')
-
-
-def get_config(arg: str = '') -> ml_collections.ConfigDict:
-  """Returns the experiment; `arg` is a comma-separated list of variants."""
-  size, changes = variants.parse(
-    arg, 'textarena', sizes=SIZES, changes=variants.CHANGES
-  )
-  size = size or '1.5b'
-  config = _tower()
-  config.variant = ','.join([size, *changes])
-  if size != '1.5b':
-    _tiny(config)
-    if size in ('duel', 'self_play'):
-      _duel(config)
-    if size == 'self_play':
-      config.env.opponent = 'self'
-      config.reward.agents = 'own'
-      config.env.max_steps = 24
-    start = 'self_play' if size == 'duel' else size
-    config.model.path = sizes.warm_start(__file__, start)
-  if size == 'smoke':
-    sizes.use_smoke(config)
-  variants.apply(config, changes)
-  return config
-
 
 def _tower() -> ml_collections.ConfigDict:
   config = base.get_config()
@@ -106,6 +80,7 @@ def _tiny(config: ml_collections.ConfigDict) -> None:
   config.learner.length_buckets = (256, 352)
   config.evaluation.every = 15
   config.sft.num_episodes = 1000
+  config.model.path = sizes.warm_start(__file__, variants.size(config))
 
 
 def _duel(config: ml_collections.ConfigDict) -> None:
@@ -128,6 +103,7 @@ def _duel(config: ml_collections.ConfigDict) -> None:
   config.rollout.prompt_buckets = (240,)
   config.rollout.batch_buckets = (64,)
   config.loss.old_log_probs = 'sampler'  # as in `:mini` of other configs
+  config.model.path = sizes.warm_start(__file__, 'self_play')
   config.optimizer.learning_rate = 2e-4
   config.optimizer.b2 = 0.98
   config.learner.microbatch_tokens = 4096
@@ -137,3 +113,23 @@ def _duel(config: ml_collections.ConfigDict) -> None:
   config.sft.num_episodes = 1000
   config.sft.epochs = 4
   sizes.use_two_layers(config)
+
+
+def _self_play(config: ml_collections.ConfigDict) -> None:
+  config.env.opponent = 'self'
+  config.reward.agents = 'own'
+  config.env.max_steps = 24
+
+
+SIZES = {
+  '1.5b': (),
+  'tiny': (_tiny,),
+  'duel': (_tiny, _duel),
+  'self_play': (_tiny, _duel, _self_play),
+  'smoke': (_tiny, sizes.use_smoke),
+}
+
+
+def get_config(arg: str = '') -> ml_collections.ConfigDict:
+  """Returns the experiment; `arg` is a comma-separated list of variants."""
+  return variants.make(__file__, arg, _tower, SIZES)

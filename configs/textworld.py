@@ -24,31 +24,6 @@ from configs import base, sizes, variants
 # Learning rates of `:mini`; see sizes.use_mini.
 RATES = {'g2po': 2.5e-5, 'gigpo': 2.5e-5, 'grpo': 2.5e-5}
 
-SIZES = ('1.5b', 'tiny', 'mini', 'smoke')
-
-
-def get_config(arg: str = '') -> ml_collections.ConfigDict:
-  """Returns the experiment; `arg` is a comma-separated list of variants."""
-  size, changes = variants.parse(
-    arg, 'textworld', sizes=SIZES, changes=variants.CHANGES
-  )
-  size = size or '1.5b'
-  config = _games()
-  config.variant = ','.join([size, *changes])
-  if size in ('tiny', 'mini', 'smoke'):
-    _tiny(config)
-    config.model.path = sizes.warm_start(__file__, size)
-  if size == 'mini':
-    sizes.use_mini(config, changes, RATES)
-    config.num_iterations = 40
-    config.evaluation.every = 20
-  if size == 'smoke':
-    sizes.use_smoke(config)
-    config.env.num_games = 40
-    config.sft.num_episodes = 80
-  variants.apply(config, changes)
-  return config
-
 
 def _games() -> ml_collections.ConfigDict:
   config = base.get_config()
@@ -95,3 +70,29 @@ def _tiny(config: ml_collections.ConfigDict) -> None:
   # the exits.
   config.sft.num_episodes = 2000
   config.sft.noise = 0.2
+  config.model.path = sizes.warm_start(__file__, variants.size(config))
+
+
+def _mini(config: ml_collections.ConfigDict) -> None:
+  sizes.use_mini(config, RATES)
+  config.num_iterations = 40
+  config.evaluation.every = 20
+
+
+def _smoke(config: ml_collections.ConfigDict) -> None:
+  sizes.use_smoke(config)
+  config.env.num_games = 40
+  config.sft.num_episodes = 80
+
+
+SIZES = {
+  '1.5b': (),
+  'tiny': (_tiny,),
+  'mini': (_tiny, _mini),
+  'smoke': (_tiny, _smoke),
+}
+
+
+def get_config(arg: str = '') -> ml_collections.ConfigDict:
+  """Returns the experiment; `arg` is a comma-separated list of variants."""
+  return variants.make(__file__, arg, _games, SIZES)

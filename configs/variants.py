@@ -1,8 +1,8 @@
 """Variants of experiments: what the words after the colon change.
 
-`--config=configs/alfworld.py:tiny,grpo` has the variants `tiny` and `grpo`. A
-config file accepts sizes of its own, see `configs.sizes`, and CHANGES or
-CONVERSATION_CHANGES.
+`--config=configs/alfworld.py:tiny,grpo` has the variants `tiny` and `grpo`: a
+size of the config file and one of CHANGES. `configs.sizes` has functions for
+sizes.
 """
 
 import ast
@@ -11,7 +11,7 @@ import difflib
 import importlib
 import pathlib
 import types
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import ml_collections
 
@@ -26,6 +26,55 @@ _HINTS = {
     'a size of a pretrained model is that of --config.model.path',
   ),
 }
+
+# Changes an experiment in place.
+Change = Callable[[ml_collections.ConfigDict], None]
+
+
+def make(
+  file: str,
+  arg: str,
+  full_size: Callable[[], ml_collections.ConfigDict],
+  sizes: Mapping[str, Sequence[Change]],
+  own: Mapping[str, Change] | None = None,
+) -> ml_collections.ConfigDict:
+  """Returns the experiment of a config file for some variants.
+
+  Args:
+    file: path of the config file.
+    arg: variants, joined by commas: at most one of `sizes`, and any of CHANGES
+      and `own`.
+    full_size: returns the experiment, to which the other functions apply.
+    sizes: the functions that make each size, in order; the first size is the
+      default.
+    own: further variants, which come last, in this order.
+
+  Raises:
+    ValueError: if `arg` contains an unknown variant, two sizes, or variants
+      that exclude each other.
+  """
+  own = own or {}
+  size_name, changes = parse(
+    arg,
+    pathlib.Path(file).stem,
+    sizes=tuple(sizes),
+    changes=(*CHANGES, *own),
+  )
+  size_name = size_name or next(iter(sizes), '')
+  config = full_size()
+  config.variant = ','.join(word for word in (size_name, *changes) if word)
+  for change in sizes.get(size_name, ()):
+    change(config)
+  apply(config, [change for change in changes if change not in own])
+  for change in changes:
+    if change in own:
+      own[change](config)
+  return config
+
+
+def size(config: ml_collections.ConfigDict) -> str:
+  """Returns the size that an experiment was made for."""
+  return config.variant.partition(',')[0]
 
 
 def parse(
@@ -83,8 +132,6 @@ ALGORITHMS = tuple(sorted(_MODULES.keys() - {base.DEFAULT_ALGORITHM}))
 PRESETS = ('paper', 'reference_code', 'sampo')
 PLUGINS = tuple(name for modules in _CHAINS.values() for name in modules)
 CHANGES = (*PRESETS, *ALGORITHMS, 'lora', *PLUGINS)
-# Variants of experiments whose environment also offers conversations.
-CONVERSATION_CHANGES = (*CHANGES, 'conversation')
 
 
 def apply(config: ml_collections.ConfigDict, changes: Sequence[str]) -> None:
@@ -92,7 +139,7 @@ def apply(config: ml_collections.ConfigDict, changes: Sequence[str]) -> None:
 
   Args:
     config: the experiment, changed in place.
-    changes: names from CONVERSATION_CHANGES.
+    changes: names from CHANGES.
 
   Raises:
     ValueError: if there are two algorithms or two presets, or if
@@ -121,7 +168,6 @@ def apply(config: ml_collections.ConfigDict, changes: Sequence[str]) -> None:
         'reference_code': use_reference_code,
         'sampo': use_sampo,
         'lora': use_adapters,
-        'conversation': use_conversation,
       }[change](config)
 
 

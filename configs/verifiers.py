@@ -21,25 +21,6 @@ import ml_collections
 
 from configs import base, sizes, variants
 
-SIZES = ('1.5b', 'tiny', 'smoke')
-
-
-def get_config(arg: str = '') -> ml_collections.ConfigDict:
-  """Returns the experiment; `arg` is a comma-separated list of variants."""
-  size, changes = variants.parse(
-    arg, 'verifiers', sizes=SIZES, changes=variants.CHANGES
-  )
-  size = size or '1.5b'
-  config = _letters()
-  config.variant = ','.join([size, *changes])
-  if size in ('tiny', 'smoke'):
-    sizes.use_tool_policy(config, prompt_tokens=352)
-    config.model.path = sizes.warm_start(__file__, size)
-  if size == 'smoke':
-    sizes.use_smoke(config)
-  variants.apply(config, changes)
-  return config
-
 
 def _letters() -> ml_collections.ConfigDict:
   config = base.get_config()
@@ -65,3 +46,20 @@ def _letters() -> ml_collections.ConfigDict:
   config.evaluation.split = 'valid'
   config.evaluation.num_tasks = 128
   return config
+
+
+def _tiny(config: ml_collections.ConfigDict) -> None:
+  sizes.use_tool_policy(config, prompt_tokens=352)
+  config.model.path = sizes.warm_start(__file__, variants.size(config))
+
+
+SIZES = {
+  '1.5b': (),
+  'tiny': (_tiny,),
+  'smoke': (_tiny, sizes.use_smoke),
+}
+
+
+def get_config(arg: str = '') -> ml_collections.ConfigDict:
+  """Returns the experiment; `arg` is a comma-separated list of variants."""
+  return variants.make(__file__, arg, _letters, SIZES)

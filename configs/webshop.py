@@ -34,32 +34,6 @@ RATES = {
   'sampo': 7.5e-5,
 }
 
-SIZES = ('1.5b', '7b', 'tiny', 'mini', 'smoke')
-
-
-def get_config(arg: str = '') -> ml_collections.ConfigDict:
-  """Returns the experiment; `arg` is a comma-separated list of variants."""
-  size, changes = variants.parse(
-    arg, 'webshop', sizes=SIZES, changes=variants.CONVERSATION_CHANGES
-  )
-  size = size or '1.5b'
-  config = _paper()
-  config.variant = ','.join([size, *changes])
-  if size in ('tiny', 'mini', 'smoke'):
-    _tiny(config)
-  if size == 'mini':
-    sizes.use_mini(config, changes, RATES)
-    config.num_iterations = 80
-    config.evaluation.every = 40
-  if size == 'smoke':
-    sizes.use_smoke(config)
-  if size == '7b':
-    config.learner.microbatch_tokens = 18_432
-  variants.apply(config, changes)
-  if 'conversation' in changes:
-    sizes.make_room_for_turns(config, brief_tokens=160)
-  return config
-
 
 def _paper() -> ml_collections.ConfigDict:
   config = base.get_config()
@@ -120,3 +94,33 @@ def _tiny(config: ml_collections.ConfigDict) -> None:
   # configs/warm_starts/make_webshop_tiny.sh.
   config.sft.num_episodes = 4000
   config.sft.noise = 0.4
+
+
+def _mini(config: ml_collections.ConfigDict) -> None:
+  sizes.use_mini(config, RATES)
+  config.num_iterations = 80
+  config.evaluation.every = 40
+
+
+def _large(config: ml_collections.ConfigDict) -> None:
+  config.learner.microbatch_tokens = 18_432
+
+
+def _use_conversation(config: ml_collections.ConfigDict) -> None:
+  variants.use_conversation(config)
+  sizes.make_room_for_turns(config, brief_tokens=160)
+
+
+SIZES = {
+  '1.5b': (),
+  '7b': (_large,),
+  'tiny': (_tiny,),
+  'mini': (_tiny, _mini),
+  'smoke': (_tiny, sizes.use_smoke),
+}
+
+
+def get_config(arg: str = '') -> ml_collections.ConfigDict:
+  """Returns the experiment; `arg` is a comma-separated list of variants."""
+  own = {'conversation': _use_conversation}
+  return variants.make(__file__, arg, _paper, SIZES, own)

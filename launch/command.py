@@ -171,12 +171,12 @@ def _help(module: str) -> str:
   )
 
 
-def _sizes(path: pathlib.Path) -> tuple[str, ...]:
+def _sizes(path: pathlib.Path) -> list[str]:
   """Returns the sizes that a config file accepts; does not run it."""
   for node in ast.parse(path.read_text(encoding='utf-8')).body:
     if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == 'SIZES':
-      return ast.literal_eval(node.value)
-  return ()
+      return [ast.literal_eval(key) for key in node.value.keys]
+  return []
 
 
 def _join_config(argv: list[str]) -> list[str]:

@@ -1,6 +1,7 @@
 """Tests that every config and variant loads, is complete and validates."""
 
 import dataclasses
+import functools
 import itertools
 import json
 import pathlib
@@ -339,7 +340,7 @@ def test_sweeps_of_other_environments_are_valid(sweep):
 
 @pytest.mark.parametrize('arg', ['huge', 'tiny,smoke', 'tiny;grpo'])
 def test_unknown_variants_are_refused_with_a_list(arg: str):
-  with pytest.raises(ValueError, match='accepts at most one of 0.5b, 1.5b'):
+  with pytest.raises(ValueError, match='accepts at most one of 1.5b, 0.5b'):
     alfworld.get_config(arg)
   with pytest.raises(ValueError, match='webshop.py:.*at most one of 1.5b, 7b'):
     webshop.get_config(arg)
@@ -480,7 +481,7 @@ def test_options_of_a_new_algorithm_are_fields(monkeypatch):
   module.Algorithm = Algorithm
   monkeypatch.setitem(sys.modules, module.__name__, module)
   monkeypatch.setitem(variants._MODULES, 'mine', module.__name__)
-  for name in ('ALGORITHMS', 'CONVERSATION_CHANGES'):
+  for name in ('ALGORITHMS', 'CHANGES'):
     monkeypatch.setattr(variants, name, (*getattr(variants, name), 'mine'))
   config = alfworld.get_config('tiny,mine')
   assert config.algorithm.mixing == 0.5
@@ -610,6 +611,35 @@ def test_presets_that_a_field_does_not_apply_are_named():
 def test_methods_without_a_tuned_rate_have_no_more_than_the_tuned_ones():
   for module, rate in (textworld, 2.5e-5), (sokoban, 7.5e-5), (keydoor, 7.5e-5):
     assert module.get_config('mini,rloo').optimizer.learning_rate == rate
+
+
+def test_sizes_come_before_methods_and_own_variants_last():
+  def game():
+    config = base.get_config()
+    config.optimizer.learning_rate = 1.0
+    return config
+
+  def small(config):
+    config.optimizer.learning_rate = 2.0
+
+  def doubled(config):
+    config.optimizer.learning_rate *= 2
+
+  make = functools.partial(variants.make, 'folder/game.py')
+  sizes = {'large': (), 'small': (small, doubled)}
+  for arg, variant, rate in (
+    ('', 'large', 1.0),
+    ('small', 'small', 4.0),
+    ('lora,small,hard', 'small,lora,hard', 3.0),
+  ):
+    own = {'hard': lambda config: setattr(config.optimizer, 'learning_rate', 3)}
+    config = make(arg, game, sizes, own)
+    assert (config.variant, config.optimizer.learning_rate) == (variant, rate)
+    assert variants.size(config) == variant.partition(',')[0]
+  assert make('', game, {}).variant == ''
+  assert make('grpo', game, {}).variant == 'grpo'
+  with pytest.raises(ValueError, match='configs/game.py:huge: unknown huge; '):
+    make('huge', game, sizes)
 
 
 def test_two_algorithms_are_refused():
