@@ -2,7 +2,6 @@
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -22,16 +21,13 @@ from gigpo_jax import (
 )
 from gigpo_jax import mesh as mesh_lib
 from gigpo_jax import metrics as metrics_lib
-from gigpo_jax.run import run_state
-
-if TYPE_CHECKING:
-  from gigpo_jax.run import run_builders
+from gigpo_jax.run import run_builders, run_state
 
 Metrics = dict[str, float]
 
 
 def compute_signals(
-  parts: 'run_builders.Parts',
+  parts: run_builders.Parts,
   state: run_state.RunState,
   history: run_state.History,
   rows: batch.Rows,
@@ -60,7 +56,7 @@ def compute_signals(
 
 
 def score_texts(
-  parts: 'run_builders.Parts',
+  parts: run_builders.Parts,
   state: run_state.RunState,
   rows: batch.Rows,
   episodes: Sequence[trajectory.Trajectory],
@@ -84,7 +80,7 @@ def score_texts(
 
 
 def make_teacher_batch(
-  parts: 'run_builders.Parts',
+  parts: run_builders.Parts,
   state: run_state.RunState,
   rows: batch.Rows,
   episodes: Sequence[trajectory.Trajectory],
@@ -127,7 +123,7 @@ def make_teacher_batch(
 
 
 def shape_rewards(
-  parts: 'run_builders.Parts',
+  parts: run_builders.Parts,
   state: run_state.RunState,
   history: run_state.History,
   rows: batch.Rows,
@@ -147,7 +143,7 @@ def shape_rewards(
 
 
 def apply_plugins(
-  parts: 'run_builders.Parts',
+  parts: run_builders.Parts,
   rows: batch.Rows,
   output: algorithms.AlgorithmOutput,
   signals: plugins.Signals,
@@ -182,7 +178,7 @@ def apply_plugins(
 
 
 def choose_old_log_probs(
-  parts: 'run_builders.Parts',
+  parts: run_builders.Parts,
   state: run_state.RunState,
   rows: batch.Rows,
   computed: np.ndarray | None = None,
@@ -231,7 +227,7 @@ def choose_old_log_probs(
 
 
 def loss_columns(  # noqa: PLR0913
-  parts: 'run_builders.Parts',
+  parts: run_builders.Parts,
   state: run_state.RunState,
   history: run_state.History,
   rows: batch.Rows,
