@@ -338,9 +338,6 @@ def estimate_advantages(
       parts.algorithm, rows, old_values, history.algorithm_state
     )
   metrics |= parts.diagnose(rows, output) | output.metrics
-  metrics |= metrics_lib.effective_tokens(
-    output.advantages, rows.completion_mask
-  )
   return output, old_values, metrics
 
 

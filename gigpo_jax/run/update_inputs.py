@@ -156,23 +156,19 @@ def apply_plugins(
     The final advantages; the rows to train on, where others are padding; their
     trained tokens [R, C], or None for all; and metrics.
   """
-  metrics: Metrics = {}
   signals = dataclasses.replace(signals, rows=rows)
-  advantages, has_branches = output.advantages, rows.repeated.any()
+  advantages = output.advantages
   if parts.modulators:
     advantages = modulators.apply(parts.modulators, advantages, rows, signals)
-  if has_branches:
+  if rows.repeated.any():
     advantages = branching.merge(advantages, rows)
     rows = branching.drop_repeated(rows)
-  if parts.modulators or has_branches:
-    output = output._replace(advantages=advantages)
-    metrics = metrics_lib.effective_tokens(
-      output.advantages, rows.completion_mask
-    )
+  output = output._replace(advantages=advantages)
+  metrics = metrics_lib.effective_tokens(advantages, rows.completion_mask)
   if not parts.selectors:
     return output, rows, None, metrics
   kept, trained, select_metrics = selectors.apply(
-    parts.selectors, output.advantages, rows, signals
+    parts.selectors, advantages, rows, signals
   )
   return output, kept, trained, metrics | select_metrics
 
