@@ -19,7 +19,7 @@ from gigpo_jax import (
   rollout,
   trajectory,
 )
-from gigpo_jax.run import run_builders, update_inputs
+from gigpo_jax.run import collection, run_builders, update_inputs
 from gigpo_jax.selectors import best_and_worst
 
 PADDED = {'max_prompt_tokens': 1, 'max_completion_tokens': 3}
@@ -378,7 +378,7 @@ def test_a_run_branches_only_for_algorithms_with_a_rule():
     )
     assert run_builders.Parts.group_size.fget(parts) == size
     del calls[:]
-    found = run_builders.Parts.add_branches(parts, roots, like, play)
+    found = collection.add_branches(parts, roots, like, play)
     assert (found is roots) == (not calls) == (name == 'gigpo')
     assert len(found) == (4 if name == 'gigpo' else 8)
     assert all(kwargs == {'is_continued': True} for kwargs in calls)

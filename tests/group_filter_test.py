@@ -207,7 +207,6 @@ def collect_iteration(run_batches, rules, **options):
     group_filter=rules,
     tasks=STREAM,
     algorithm=algorithms.make('grpo'),
-    add_branches=lambda roots, like, play: roots,
     stop_if_failed=lambda played: metrics_lib.stop_if_failed(played, 0.25),
     eval_batch='evaluation',
   )

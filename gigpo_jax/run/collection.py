@@ -62,7 +62,7 @@ def collect(
     tasks = parts.tasks.at(position)
     (like,) = train_batches(parts, (), tasks, position, iteration)
     (roots,) = play([like], is_continued=True)
-    return parts.add_branches(roots, like, play)
+    return add_branches(parts, roots, like, play)
 
   with run_logs.timed(metrics, 'time/rollout_secs'):
     tasks = parts.tasks.at(iteration)
@@ -76,7 +76,7 @@ def collect(
       iteration,
     )
     roots = carry_over.assign_group_indices(chosen)
-    first = parts.add_branches(roots, batches[-1], play)
+    first = add_branches(parts, roots, batches[-1], play)
     groups = group_filter.collect(
       first,
       map(refill, parts.group_filter.refills(iteration)),
@@ -104,6 +104,32 @@ def collect(
   if groups.episodes:  # Not all groups wait.
     metrics |= metrics_lib.summarize(groups.episodes, prefix='train')
   return groups, metrics
+
+
+def add_branches(
+  parts: run_builders.Parts,
+  roots: Sequence[trajectory.Trajectory],
+  like: rollout.EpisodeBatch,
+  play: Callable[..., list[list[trajectory.Trajectory]]],
+) -> Sequence[trajectory.Trajectory]:
+  """Returns groups with the branches of the algorithm, if it has any.
+
+  Args:
+    parts: the objects of the run.
+    roots: the episodes with which groups start, by group and member.
+    like: the batch in which they were played.
+    play: `EpisodeRunner.run_batches` with the current policy.
+  """
+  if not algorithms.branches(parts.algorithm):
+    return roots
+  return branching.grow(
+    roots,
+    parts.algorithm,
+    like,
+    members=parts.config.rollout.episodes_per_group,
+    seed=parts.config.seed,
+    play=lambda batch: play([batch], is_continued=True)[0],
+  )
 
 
 def estimate_state_values(

@@ -6,7 +6,7 @@
 import concurrent.futures
 import dataclasses
 import pathlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -18,7 +18,6 @@ from gigpo_jax import (
   algorithms,
   answer_scores,
   batch,
-  branching,
   builders,
   carry_over,
   checkpoint,
@@ -220,30 +219,6 @@ class Parts:
     """Number of episodes with which a group starts."""
     members = self.config.rollout.episodes_per_group
     return algorithms.num_roots(self.algorithm, members)
-
-  def add_branches(
-    self,
-    roots: Sequence[trajectory.Trajectory],
-    like: rollout.EpisodeBatch,
-    play: Callable[..., list[list[trajectory.Trajectory]]],
-  ) -> Sequence[trajectory.Trajectory]:
-    """Returns groups with the branches of the algorithm, if it has any.
-
-    Args:
-      roots: the episodes with which groups start, by group and member.
-      like: the batch in which they were played.
-      play: `EpisodeRunner.run_batches` with the current policy.
-    """
-    if not algorithms.branches(self.algorithm):
-      return roots
-    return branching.grow(
-      roots,
-      self.algorithm,
-      like,
-      members=self.config.rollout.episodes_per_group,
-      seed=self.config.seed,
-      play=lambda batch: play([batch], is_continued=True)[0],
-    )
 
   def diagnose(
     self, rows: batch.Rows, output: algorithms.AlgorithmOutput
