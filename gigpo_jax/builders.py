@@ -358,22 +358,13 @@ def make_answer_scorer(
 
 def make_task_sampler(config: ml_collections.ConfigDict) -> tasks.TaskSampler:
   """Returns the sampler of training tasks."""
-  available = config_lib.list_tasks(config, 'train')
-  sizes = 'train', len(available), config.rollout.groups, config.seed
-  if config.tasks.draw == 'uncertain':
-    return tasks.UncertaintySampler(
-      *sizes,
-      uniform=config.tasks.uniform,
-      diversity_weight=config.tasks.diversity_weight,
-    )
-  if config.tasks.draw == 'stages':
-    return tasks.StageSampler(
-      'train',
-      [available.task_type(index) for index in range(len(available))],
-      *sizes[2:],
-      config.tasks.stages,
-    )
-  return tasks.TaskSampler(*sizes, draw=getattr(available, 'draw', None))
+  return tasks.make(
+    tasks.Options(**config.tasks),
+    'train',
+    config_lib.list_tasks(config, 'train'),
+    config.rollout.groups,
+    config.seed,
+  )
 
 
 def make_eval_batch(config: ml_collections.ConfigDict) -> rollout.EpisodeBatch:

@@ -581,7 +581,7 @@ def _missing_environment(
   try:
     trained = _usable_tasks(config, 'train')
     if collects:
-      yield from _too_few_groups(config, trained)
+      yield from _undrawable(config, trained)
     if evaluates and config.evaluation.split is not None:
       yield from _too_few_evaluated(config)
   except ValueError as error:
@@ -616,20 +616,16 @@ def _usable_tasks(
   return listed
 
 
-def _too_few_groups(
+def _undrawable(
   config: ml_collections.ConfigDict, listed: tasks.CheckedTasks
 ) -> Iterator[str]:
-  split, groups, available = 'train', config.rollout.groups, len(listed)
-  if available < groups:
-    yield (
-      f'rollout.groups={groups}: more groups than tasks; split train has '
-      f'{available}'
-    )
-  elif config.tasks.draw == 'stages':
-    types = [listed.task_type(index) for index in range(available)]
-    tasks.StageSampler(split, types, groups, 0, config.tasks.stages)
-  elif draw := getattr(listed, 'draw', None):
-    tasks.TaskSampler(split, available, groups, 0, draw).at(0)
+  """Yields a problem if no iteration can draw its tasks."""
+  options = tasks.Options(**config.tasks)
+  groups, seed = config.rollout.groups, config.seed
+  try:
+    tasks.make(options, 'train', listed, groups, seed).at(0)
+  except ValueError as error:
+    yield _with_field(config, str(error))
 
 
 def _too_few_evaluated(config: ml_collections.ConfigDict) -> Iterator[str]:

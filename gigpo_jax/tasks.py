@@ -338,3 +338,24 @@ class StageSampler(TaskSampler):
 def first_tasks(split: str, num_tasks: int) -> list[base.Task]:
   """Returns the first tasks of a split."""
   return [base.Task(split, index) for index in range(num_tasks)]
+
+
+def make(
+  options: Options, split: str, tasks: base.TaskInfo, groups: int, seed: int
+) -> TaskSampler:
+  """Returns the sampler of a split, for G groups per iteration.
+
+  Raises:
+    ValueError: in one line, if its tasks cannot be drawn like this.
+  """
+  sizes = split, len(tasks), groups, seed
+  if options.draw == 'uncertain':
+    return UncertaintySampler(
+      *sizes,
+      uniform=options.uniform,
+      diversity_weight=options.diversity_weight,
+    )
+  if options.draw == 'stages':
+    types = [tasks.task_type(index) for index in range(len(tasks))]
+    return StageSampler(split, types, groups, seed, options.stages)
+  return TaskSampler(*sizes, draw=getattr(tasks, 'draw', None))
