@@ -504,7 +504,7 @@ def _reward(config: ml_collections.ConfigDict) -> Iterator[str]:
 
 
 def _optimizer(config: ml_collections.ConfigDict) -> Iterator[str]:
-  """Yields a warm-up that ends after the decay."""
+  """Yields a warm-up that ends after the decay, which SFT may have."""
   warmup = config.optimizer.warmup_updates
   decay = config.optimizer.decay_updates
   if 0 < decay < warmup:
@@ -515,30 +515,16 @@ def _optimizer(config: ml_collections.ConfigDict) -> Iterator[str]:
 
 
 def _attention(config: ml_collections.ConfigDict) -> Iterator[str]:
+  """Yields what a kernel does not support."""
   implementation = config.model.attention
   if implementation not in ('auto', 'xla') and config.mesh.sequence != 1:
     yield (
       f'model.attention={implementation}: cannot shard tokens; mesh.sequence='
       f'{config.mesh.sequence} needs xla'
     )
-  if implementation == 'cudnn' and config.model.dtype == 'float32':
-    yield (
-      'model.attention=cudnn: does not support float32; needs '
-      'model.dtype=bfloat16'
-    )
-  yield from _decode_attention(config)
-
-
-def _decode_attention(config: ml_collections.ConfigDict) -> Iterator[str]:
-  """Yields the conflicts of a kernel for TPUs."""
-  if config.model.decode_attention != 'paged':
-    return
-  if config.model.dtype == 'float32':
-    yield (
-      'model.decode_attention=paged: computes in bfloat16; needs '
-      'model.dtype=bfloat16'
-    )
-  if config.rollout.cache == 'int8':
+  if (
+    config.model.decode_attention == 'paged' and config.rollout.cache == 'int8'
+  ):
     yield (
       'rollout.cache=int8: model.decode_attention=paged has no int8; must be '
       'model'

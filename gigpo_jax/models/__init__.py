@@ -33,6 +33,14 @@ class Options:
 
   def __post_init__(self):
     options.check(self)
+    for field, kernel in (
+      ('attention', 'cudnn'),
+      ('decode_attention', 'paged'),
+    ):
+      if getattr(self, field) == kernel and self.dtype == 'float32':
+        raise ValueError(
+          f'{field}={kernel}: computes in bfloat16; needs model.dtype=bfloat16'
+        )
 
 
 def shapes(config: qwen.QwenConfig) -> dict[str, Any]:
