@@ -200,22 +200,22 @@ def describe_tasks(
 
 def make_runner(
   config: ml_collections.ConfigDict,
-  policy: model_builders.ModelBundle,
+  bundle: model_builders.ModelBundle,
   pool: env_pool.EnvPool,
   scorer: reward_functions.Scorer | None = None,
 ) -> rollout.EpisodeRunner:
   """Returns the runner, which plays episodes with the policy."""
   return rollout.EpisodeRunner(
     pool=pool,
-    sampler=policy.sampler,
-    tokenizer=policy.tokenizer,
+    sampler=bundle.sampler,
+    tokenizer=bundle.tokenizer,
     max_prompt_tokens=config.rollout.max_prompt_tokens,
     prompt_overflow=config.rollout.prompt_overflow,
     schedule=config.rollout.schedule,
     earlier_thinking=config.rollout.earlier_thinking,
     scorer=scorer,
     prefixes=forced_prefixes.make(
-      config.rollout.prefixes, config.rollout.forced_members, policy.tokenizer
+      config.rollout.prefixes, config.rollout.forced_members, bundle.tokenizer
     ),
     agents=tuple(config.lora.agents),
     task_type=make_task_type(config),
@@ -243,14 +243,14 @@ def make_reward_shaping(
 
 def make_learner(
   config: ml_collections.ConfigDict,
-  policy: model_builders.ModelBundle,
+  bundle: model_builders.ModelBundle,
   loss: token_batch.Loss,
   teacher_loss: token_batch.Loss | None = None,
 ) -> learner.Learner:
   """Returns the learner, which updates the policy."""
   return learner.Learner(
-    policy.model,
-    policy.mesh,
+    bundle.model,
+    bundle.mesh,
     loss=loss,
     optimizer=optimizer.AdamW(**config.optimizer).make(),
     temperature=config.rollout.temperature,
@@ -293,14 +293,14 @@ def _learner_sizes(config: ml_collections.ConfigDict) -> dict[str, Any]:
 
 
 def make_critic(
-  config: ml_collections.ConfigDict, policy: model_builders.ModelBundle
+  config: ml_collections.ConfigDict, bundle: model_builders.ModelBundle
 ) -> critic.Critic:
   """Returns the critic, which estimates values for rows."""
   rate = config.critic.rate_ratio * config.optimizer.learning_rate
   fields = config.optimizer.to_dict() | {'learning_rate': rate}
   return critic.Critic(
-    policy.model,
-    policy.mesh,
+    bundle.model,
+    bundle.mesh,
     value_clip=config.critic.value_clip,
     optimizer=optimizer.AdamW(**fields).make(),
     **_learner_sizes(config),

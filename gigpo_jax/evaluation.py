@@ -607,14 +607,14 @@ def _evaluate_policy(
   """
   config = _with_policy(config, source, path)
   console.log(f'policy: --{source}={path}')
-  policy = model_builders.make_model_bundle(config)
-  with jax.set_mesh(policy.mesh):
+  bundle = model_builders.make_model_bundle(config)
+  with jax.set_mesh(bundle.mesh):
     if source == 'checkpoint':
-      params, base_params = saved_checkpoint.restore(config, policy, path)
+      params, base_params = saved_checkpoint.restore(config, bundle, path)
     else:
-      params, base_params = policy.load(), None
-    policy.compile_together(params, base_params)
-    (episodes,) = builders.make_runner(config, policy, pool).run_batches(
+      params, base_params = bundle.load(), None
+    bundle.compile_together(params, base_params)
+    (episodes,) = builders.make_runner(config, bundle, pool).run_batches(
       params,
       [builders.make_eval_batch(config)],
       base_params=base_params,
@@ -623,12 +623,12 @@ def _evaluate_policy(
     metrics.stop_if_failed(episodes, config.pool.max_failed_share)
 
   def export(folder: str) -> None:
-    with jax.set_mesh(policy.mesh), errors.explain_disk_errors(folder):
+    with jax.set_mesh(bundle.mesh), errors.explain_disk_errors(folder):
       start, path = config.model.path, pathlib.Path(folder)
-      policy_files.export(path, policy, base_params, params, start)
+      policy_files.export(path, bundle, base_params, params, start)
     console.log(f'exported to {folder}/policy')
 
-  return episodes, policy.tokenizer, export if keep else None
+  return episodes, bundle.tokenizer, export if keep else None
 
 
 def _record(t: trajectory.Trajectory) -> dict:

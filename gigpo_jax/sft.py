@@ -204,27 +204,27 @@ def _warm_start(
       )
       _write_random_model(config, str(start))
     distributed.barrier()
-  policy = model_builders.make_model_bundle(config)
+  bundle = model_builders.make_model_bundle(config)
   pairs = None
   if config.sft.loss == 'dpo':
-    pairs = pair_rows(config, policy.tokenizer, source)
+    pairs = pair_rows(config, bundle.tokenizer, source)
     rows = pairs.rows
     console.log(f'{pairs.count} pairs, {rows.lengths.sum()} tokens')
   else:
-    rows = imitated_rows(config, policy.tokenizer, source)
+    rows = imitated_rows(config, bundle.tokenizer, source)
     console.log(
       f'{rows.real.sum()} rows to imitate, {rows.lengths.sum()} tokens'
     )
   learner_lib.check_same_rows(rows)
-  with jax.set_mesh(policy.mesh):
-    params = _fit(config, policy, rows, pairs, workdir)
+  with jax.set_mesh(bundle.mesh):
+    params = _fit(config, bundle, rows, pairs, workdir)
     with distributed.atomic_directory(directory) as folder:
       huggingface.save(
         folder,
-        policy.model,
+        bundle.model,
         params,
-        tokenizer_directory=policy.tokenizer.directory,
-        stop_ids=policy.tokenizer.stop_ids,
+        tokenizer_directory=bundle.tokenizer.directory,
+        stop_ids=bundle.tokenizer.stop_ids,
       )
   if scratch and distributed.is_main_process():
     shutil.rmtree(start)
@@ -599,7 +599,7 @@ def _write_random_model(
 
 def _fit(
   config: ml_collections.ConfigDict,
-  policy: model_builders.ModelBundle,
+  bundle: model_builders.ModelBundle,
   rows: batch.Rows,
   pairs: preference.PairRows | None,
   workdir: str,
@@ -620,9 +620,9 @@ def _fit(
       'the learning rate does not reach sft.learning_rate'
     )
   _set_learner_options(config, updates)
-  policy = remat.resolve(config, policy)
-  learner = builders.make_learner(config, policy, loss)
-  state = learner.init(policy.load())
+  bundle = remat.resolve(config, bundle)
+  learner = builders.make_learner(config, bundle, loss)
+  state = learner.init(bundle.load())
   if pairs:
     reference = learner.log_probs(state.params, rows)
     pairs = dataclasses.replace(pairs, ref_log_probs=reference)

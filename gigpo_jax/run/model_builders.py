@@ -71,7 +71,7 @@ def describe_files(config: ml_collections.ConfigDict) -> dict[str, str]:
 
 
 def make_model_bundle(config: ml_collections.ConfigDict) -> ModelBundle:
-  """Returns the policy of an experiment; initializes the devices.
+  """Returns the model of an experiment; initializes the devices.
 
   Raises:
     ValueError: in one line, if JAX_PLATFORMS has no devices, or the hosts of a
