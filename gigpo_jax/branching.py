@@ -56,7 +56,7 @@ class Rule(Protocol):
   def branch_order(
     self, episode: trajectory.Trajectory, draws: Float[np.ndarray, ' T']
   ) -> Float[np.ndarray, ' T']:
-    """Returns the place of each turn in the order; inf: no branch.
+    """Returns the rank of each turn, lowest first; inf: no branch.
 
     A branch at turn t repeats the turns before t, so turn 0 has none.
 

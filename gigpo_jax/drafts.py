@@ -73,8 +73,8 @@ def propose(
     draft_tokens: D.
 
   Returns:
-    The tokens after the last place of the text with both tokens; -1 where there
-    is none.
+    The tokens after the last occurrence of both tokens in the text; -1 where
+    there is none.
   """
   b, n = texts_BN.shape
   if not draft_tokens:

@@ -158,7 +158,7 @@ class Learner:
     teacher_loss: token_batch.Loss | None = None,
     seed: int = 0,
   ):
-    losses.row_weights(np.ones(1, np.int32), 1, aggregation)  # Checks it.
+    options.check_choice('aggregation', aggregation, losses.AGGREGATIONS)
     loss = losses.replace_old(loss)
     self._mesh = mesh
     self.columns = tuple(loss.columns)

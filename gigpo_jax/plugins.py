@@ -72,7 +72,7 @@ class Function:
 
 @dataclasses.dataclass(frozen=True)
 class Family:
-  """The plug-ins of one kind.
+  """The plug-ins of one chain of a config: modulators or selectors.
 
   Attributes:
     field: the field of the config with the chain's names.

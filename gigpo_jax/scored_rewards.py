@@ -151,9 +151,9 @@ def _rows_by_episode(rows: batch.Rows) -> dict[int, np.ndarray]:
   """Returns the rows of each episode in the order of its turns."""
   real = np.flatnonzero(rows.real)
   order = real[np.lexsort((rows.steps[real], rows.episodes[real]))]
-  found, starts = np.unique(rows.episodes[order], return_index=True)
+  episodes, starts = np.unique(rows.episodes[order], return_index=True)
   parts = np.split(order, starts[1:])
-  return dict(zip(found.tolist(), parts, strict=True))
+  return dict(zip(episodes.tolist(), parts, strict=True))
 
 
 def try_out(

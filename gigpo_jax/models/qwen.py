@@ -267,7 +267,7 @@ def _head_weights(
 def _logits(
   hidden: jax.Array, matrix_VD: jax.Array, parameter_VD: jax.Array
 ) -> jax.Array:
-  # Flattened for the same reason as in `_project`.
+  # Flattened for the same reason as in `decoder_layer._multiply`.
   rows_ND = hidden.reshape(-1, hidden.shape[-1])
   flat_NV = head.multiply(rows_ND, matrix_VD, parameter_VD)
   return flat_NV.reshape(*hidden.shape[:-1], matrix_VD.shape[0])

@@ -126,7 +126,7 @@ class LearnerPrograms:
     self._signals = tuple(signals)
     self._metric_names = self._find_metric_names()
     self._row_sharding = mesh_lib.batch_sharding(mesh)
-    self.replicated = jax.NamedSharding(mesh, jax.P())
+    self.replicated = mesh_lib.replicated_sharding(mesh)
     shardings = mesh_lib.shardings(mesh, parameters.logical_axes(config))
     self.param_shardings, self.base_shardings = self.split(shardings)
     self._state_shardings = self._find_state_shardings()

@@ -1,6 +1,6 @@
 """A policy in a checkpoint of a run: `--checkpoint` of an evaluation.
 
-It is the work directory of the run, for its newest checkpoint, or
+The flag is the work directory of the run, for its newest checkpoint, or
 WORKDIR/checkpoints/ITERATION.
 """
 
