@@ -160,12 +160,13 @@ def gigpo_components(  # noqa: PLR0913
   lone_episode: str = 'zero',
 ) -> Components:
   """Returns the components of the advantages; see `gigpo` for arguments."""
-  check_options(
-    norm=norm,
-    episode_stats=episode_stats,
-    penalty_scope=penalty_scope,
-    lone_episode=lone_episode,
-  )
+  statistics = {
+    'norm': norm,
+    'episode_stats': episode_stats,
+    'penalty_scope': penalty_scope,
+    'lone_episode': lone_episode,
+  }
+  check_options(**statistics)
   if not np.shape(groups)[0]:
     return Components(*4 * [jnp.zeros(0)], jnp.zeros(0, jnp.int32))
   columns = rewards, groups, episodes, steps, anchors, valid
@@ -175,13 +176,8 @@ def gigpo_components(  # noqa: PLR0913
         f'{name}: has shape {np.shape(column)}, and groups {np.shape(groups)}; '
         'must have one entry per row'
       )
-  return _components(
-    device_inputs(*columns, discount, invalid_penalty),
-    norm=norm,
-    episode_stats=episode_stats,
-    penalty_scope=penalty_scope,
-    lone_episode=lone_episode,
-  )
+  inputs = device_inputs(*columns, discount, invalid_penalty)
+  return _components(inputs, **statistics)
 
 
 class Inputs(NamedTuple):
@@ -237,15 +233,12 @@ jit = functools.partial(jax.jit, static_argnames=STATISTICS)
 
 
 @jit
-def _components(inputs, *, norm, episode_stats, penalty_scope, lone_episode):
+def _components(inputs, *, norm, penalty_scope, **statistics):
   row_segments = segment_rows(inputs, penalty_scope=penalty_scope)
-  return make_components(
-    row_segments,
-    step_advantages(row_segments.returns, row_segments.anchors, norm=norm),
-    norm=norm,
-    episode_stats=episode_stats,
-    lone_episode=lone_episode,
+  step_advantage = step_advantages(
+    row_segments.returns, row_segments.anchors, norm=norm
   )
+  return make_components(row_segments, step_advantage, norm=norm, **statistics)
 
 
 class RowSegments(NamedTuple):
