@@ -543,12 +543,7 @@ class EnvPool:
     except worker_process.LostError as error:
       self._replace_lost(w, error.cause, error.reason)
       return
-    if w.inbox and not w.replying:
-      # The call is over. Its reply does not fit into the pipe, so that the rest
-      # waited for this process; it gets a time limit of its own.
-      w.replying, w.progress = True, self._clock.now()
-    elif w.inbox:
-      w.progress += unread_secs  # The rest may have waited as long.
+    w.extend_time(self._clock.now(), unread_secs)
 
   def _handle_message(
     self, w: worker_process.WorkerProcess, call_id: int, body: bytes
@@ -559,13 +554,12 @@ class EnvPool:
         w, 'garbage', 'the worker replied to a call other than the oldest'
       )
       return
-    call = w.sent[0]
-    status, value = messages.decode(body, call.method)
-    if call.method == 'start' and status != messages.REPLY:
+    method = w.sent[0].method
+    status, value = messages.decode(body, method)
+    if method == 'start' and status != messages.REPLY:
       self._replace_lost(w, 'raised', value)
       return
-    w.sent.popleft()
-    w.progress, w.replying = self._clock.now(), False
+    call = w.finish_call(self._clock.now())
     self._send(w)
     self._handle_reply(call, status, value)
 

@@ -131,6 +131,29 @@ class WorkerProcess:
       self.outbox += messages.SIZE.pack(len(message)) + message
       self.flush()
 
+  def finish_call(self, now: float) -> Call:
+    """Removes and returns the oldest call, whose reply has arrived.
+
+    Args:
+      now: the time by the pool's clock.
+    """
+    self.progress, self.replying = now, False
+    return self.sent.popleft()
+
+  def extend_time(self, now: float, unread_secs: float) -> None:
+    """Extends the time limit if only a part of a reply has arrived.
+
+    Args:
+      now: the time by the pool's clock.
+      unread_secs: how long the pool has not read from the pipe.
+    """
+    if self.inbox and not self.replying:
+      # The call is over. Its reply does not fit into the pipe, so that the rest
+      # waited for this process; it gets a time limit of its own.
+      self.replying, self.progress = True, now
+    elif self.inbox:
+      self.progress += unread_secs  # The rest may have waited as long.
+
   def flush(self) -> None:
     """Writes what the pipe takes without blocking."""
     try:
