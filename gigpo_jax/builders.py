@@ -7,9 +7,8 @@ evaluation.
 import contextlib
 import dataclasses
 import functools
-import hashlib
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -21,7 +20,6 @@ from envs import base
 from gigpo_jax import (
   answer_scores,
   batch,
-  conversation,
   critic,
   env_pool,
   forced_prefixes,
@@ -36,7 +34,6 @@ from gigpo_jax import (
   reward_functions,
   reward_shaping,
   rollout,
-  scored_rewards,
   selectors,
   tasks,
   token_batch,
@@ -44,10 +41,7 @@ from gigpo_jax import (
 )
 from gigpo_jax import config as config_lib
 from gigpo_jax.run import model_builders, trial
-from gigpo_jax.runtime import console, distributed
-
-# Tasks whose types are compared between processes.
-_COMPARED_TASKS = 32
+from gigpo_jax.runtime import distributed
 
 
 def make_pool(config: ml_collections.ConfigDict) -> env_pool.EnvPool:
@@ -94,108 +88,9 @@ def open_pool(
       function fails.
   """
   with make_pool(config) as pool:
-    try_environment(config, pool, 'train', text)
-    try_rewards(config, pool)
+    trial.try_environment(config, pool, 'train', text)
+    trial.try_rewards(config, pool)
     yield pool
-
-
-def try_environment(
-  config: ml_collections.ConfigDict,
-  pool: env_pool.EnvPool,
-  split: str,
-  text: tokenizer.Tokenizer | None = None,
-) -> None:
-  """Plays a few turns before compilation and prints warnings.
-
-  All processes must have the same tasks, because each plays its own part.
-
-  Args:
-    config: the experiment.
-    pool: its environments.
-    split: split of the tasks to try.
-    text: tokenizer of the policy, to compare prompts with the token limit.
-      Ignored if the config sets its own prompt buckets.
-
-  Raises:
-    ValueError: in one line, if the environment cannot be played.
-  """
-  name = config.env.name
-  listed = config_lib.list_tasks(config, split)
-  distributed.check_same(describe_tasks(name, split, listed))
-  tried = tasks.first_tasks(split, min(len(listed), trial.TASKS))
-  observations = _play_trial(name, pool, tried)
-  limit = config.rollout.max_prompt_tokens
-  for observation in observations:
-    if reason := conversation.prompt_error(observation, limit):
-      raise ValueError(f'env.name={name}: {reason}')
-  if text is None:
-    return
-  if observations[0].messages:
-    try:
-      conversation.Conversations(text, limit, 'end').prompt(observations[0], ())
-    except tokenizer.TemplateError as error:
-      raise ValueError(f'model.path={config.model.path}: {error}') from error
-    return
-  prompts = [o.prompt for o in observations]
-  shortened = [o.short_prompt or o.prompt for o in observations]
-  longest, shortest = (
-    max(map(len, text.render(texts))) for texts in (prompts, shortened)
-  )
-  overflow = config.rollout.prompt_overflow
-  if line := trial.too_long(name, shortest, limit, overflow):
-    console.log(line)
-  if config_lib.has_own_buckets(config):
-    return
-  if line := trial.advice(name, longest, limit):
-    console.log(line)
-
-
-def _play_trial(
-  name: str, pool: env_pool.EnvPool, tried: Sequence[base.Task]
-) -> list[base.Observation]:
-  """Returns the observations of a trial; prints what is wrong with it."""
-  observations, failures = trial.run(pool, name, tried)
-  for failure in failures:
-    console.log(f'env.name={name}: {trial.describe(name, failure)}')
-  if envs.replays(name):
-    played = tried[len(failures)]
-    if line := trial.differs(pool, name, played, observations):
-      console.log(line)
-  return observations
-
-
-def try_rewards(
-  config: ml_collections.ConfigDict, pool: env_pool.EnvPool
-) -> None:
-  """Calls the user's reward functions with an episode, before compilation.
-
-  Does nothing if no short episode ends.
-
-  Raises:
-    ValueError, errors.RunError: in one line, if a function fails.
-  """
-  if not (config.reward.functions or config.reward.scored):
-    return
-  listed = config_lib.list_tasks(config, 'train')
-  tried = tasks.first_tasks('train', min(len(listed), trial.TASKS))
-  episode = trial.play_to_end(pool, tried)
-  if episode is None:
-    return
-  if config.reward.functions:
-    if line := reward_functions.try_out(config.reward, episode):
-      console.log(line)
-  scored_rewards.try_out(config.reward, episode)
-
-
-def describe_tasks(
-  env_name: str, split: str, listed: base.TaskInfo
-) -> dict[str, str]:
-  """Returns a text that distinguishes tasks, by the name of their split."""
-  available = len(listed)
-  types = [listed.task_type(n) for n in range(min(available, _COMPARED_TASKS))]
-  digest = hashlib.sha256(repr(types).encode()).hexdigest()[:8]
-  text = f'{available} tasks ({digest})'
-  return {f'env.name={env_name}: split {split}': text}
 
 
 def make_runner(

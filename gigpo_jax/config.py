@@ -16,7 +16,6 @@ import ml_collections
 import configs
 import envs
 from configs import other_trainers
-from envs import base as env_base
 from envs import rewards
 from gigpo_jax import (
   algorithms,
@@ -197,7 +196,7 @@ def env_kwargs(config: ml_collections.ConfigDict) -> dict:
 
 def list_tasks(
   config: ml_collections.ConfigDict, split: str
-) -> env_base.TaskInfo:
+) -> tasks.CheckedTasks:
   """Returns the tasks of a split of the environment."""
   listed = envs.tasks(config.env.name, split, **env_kwargs(config))
   return tasks.CheckedTasks(listed, config.env.name, split)

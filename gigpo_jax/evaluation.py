@@ -32,6 +32,7 @@ from gigpo_jax.run import (
   policy_files,
   run_config,
   saved_checkpoint,
+  trial,
 )
 from gigpo_jax.runtime import console, distributed, errors, files
 from gigpo_jax.tools import plots
@@ -411,7 +412,7 @@ def main(
   played: dict = dict.fromkeys(policies)  # In their order.
   write_policy = None
   with builders.make_pool(config) as pool:
-    builders.try_environment(config, pool, config.evaluation.split)
+    trial.try_environment(config, pool, config.evaluation.split)
     # The policy to export comes last, because it stays in memory.
     for item in sorted(policies, key=lambda item: item == exported):
       *played[item], write_policy = _evaluate_policy(

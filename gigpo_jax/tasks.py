@@ -7,6 +7,7 @@ uses the outcomes so far.
 import dataclasses
 import difflib
 import functools
+import hashlib
 import itertools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
@@ -20,6 +21,9 @@ from gigpo_jax import options
 # epochs: shuffled, without replacement; uncertain: see `UncertaintySampler`;
 # stages: see `StageSampler`.
 DRAWS = ('epochs', 'uncertain', 'stages')
+
+# Tasks whose types are compared between processes.
+_COMPARED_TASKS = 32
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,6 +77,14 @@ class CheckedTasks:
         f'{messages.MAX_NAME_CHARS} printable characters'
       )
     return result
+
+  def describe(self) -> dict[str, str]:
+    """Returns a text that distinguishes the tasks, by the name of the split."""
+    count = len(self)
+    types = [self.task_type(n) for n in range(min(count, _COMPARED_TASKS))]
+    digest = hashlib.sha256(repr(types).encode()).hexdigest()[:8]
+    name = f'env.name={self._env_name}: split {self._split}'
+    return {name: f'{count} tasks ({digest})'}
 
   def _call(self, name: str, method: Callable, *args: Any) -> Any:
     call = f'{name}({", ".join(map(str, args))}) of split {self._split}'

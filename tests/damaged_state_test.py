@@ -34,6 +34,7 @@ from gigpo_jax.run import (
   run_builders,
   run_state,
   saved_checkpoint,
+  trial,
 )
 from gigpo_jax.runtime import errors, files
 from gigpo_jax.tools import compare, outcomes, sweep_runs, viewer
@@ -77,10 +78,10 @@ def _small_parts(monkeypatch):
     'make_reference': lambda *_: None,
     'make_pool': lambda config: contextlib.nullcontext(),
     'make_runner': lambda *_: types.SimpleNamespace(prefetch=lambda *_: None),
-    'try_environment': lambda *_: None,
   }
   for name, part in parts.items():
     monkeypatch.setattr(builders, name, part)
+  monkeypatch.setattr(trial, 'try_environment', lambda *_: None)
   monkeypatch.setattr(model_builders, 'make_model_bundle', lambda _: policy)
   monkeypatch.setattr(config_lib, 'validate', lambda config, **_: None)
   writers, make_writer = [], builders.make_writer

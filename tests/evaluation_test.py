@@ -13,7 +13,7 @@ from matplotlib import pyplot
 from configs import alfworld
 from envs import base
 from gigpo_jax import builders, evaluation, metrics, trajectory
-from gigpo_jax.run import model_builders, run_config, saved_checkpoint
+from gigpo_jax.run import model_builders, run_config, saved_checkpoint, trial
 
 
 def episode(task, success, member=0, task_type='pick', failure='', score=None):
@@ -237,7 +237,7 @@ def _play(monkeypatch, policies, evaluate):
   monkeypatch.setattr(evaluation, '_evaluate_policy', evaluate)
   monkeypatch.setattr(evaluation, '_check_policies', lambda *_: policies)
   monkeypatch.setattr(builders, 'make_pool', lambda _: nothing)
-  monkeypatch.setattr(builders, 'try_environment', lambda *_: None)
+  monkeypatch.setattr(trial, 'try_environment', lambda *_: None)
 
 
 def test_results_are_written_before_the_policy_is_exported(

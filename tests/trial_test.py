@@ -129,7 +129,7 @@ def test_a_task_that_differs_in_each_episode_is_reported(capsys):
     assert bool(line) == bool(expected) and expected in line
   config = _config(fails='random')
   with builders.make_pool(config) as pool:
-    builders.try_environment(config, pool, 'train')
+    trial.try_environment(config, pool, 'train')
   assert capsys.readouterr().out == f'{line}\n'
 
 
@@ -201,18 +201,18 @@ def test_warning_about_the_limit_has_measured_numbers(capsys):
 
   config = _config(fails='')
   with builders.make_pool(config) as pool:
-    builders.try_environment(config, pool, 'train', Text())
+    trial.try_environment(config, pool, 'train', Text())
     output = capsys.readouterr().out
     assert 'max_prompt_tokens=512: the first prompts of env.name=brok' in output
     assert 'have at most 72 tokens; rollout.max_prompt_tokens=192 ' in output
     assert 'even without their history' not in output
     # Buckets set by the user give no warning.
     config.rollout.prompt_buckets = (512,)
-    builders.try_environment(config, pool, 'train', Text())
+    trial.try_environment(config, pool, 'train', Text())
     assert not capsys.readouterr().out
     # Prompts that are too long even without their history.
     config.rollout.max_prompt_tokens = 21
-    builders.try_environment(config, pool, 'train', Text())
+    trial.try_environment(config, pool, 'train', Text())
   printed = capsys.readouterr().out
   assert 'have 22 tokens even without their history, for which' in printed
   assert 'rollout.prompt_overflow=drop_history cuts off the first' in printed
@@ -234,7 +234,7 @@ def test_processes_compare_their_tasks(monkeypatch):
     )
     config = _config(fails='')
     with builders.make_pool(config) as pool:
-      builders.try_environment(config, pool, 'train')
+      trial.try_environment(config, pool, 'train')
   same, again, another_type, another_number = compared
   assert same == again
   (value,) = same.values()

@@ -129,8 +129,7 @@ def describe_inputs(config: ml_collections.ConfigDict) -> dict[str, str]:
   if config.evaluation.every:
     splits.append(config.evaluation.split)
   for split in splits:
-    listed = config_lib.list_tasks(config, split)
-    inputs |= builders.describe_tasks(config.env.name, split, listed)
+    inputs |= config_lib.list_tasks(config, split).describe()
   if config.teacher.mu_peak and (data := config.teacher.data):
     paths = [path for path in pathlib.Path(data).iterdir() if path.is_file()]
     inputs[f'teacher.data={data}: files'] = files.fingerprint(paths)

@@ -11,8 +11,21 @@ import math
 import time
 from collections.abc import Sequence
 
+import ml_collections
+
+import envs
 from envs import base
-from gigpo_jax import env_pool, trajectory
+from gigpo_jax import config as config_lib
+from gigpo_jax import (
+  conversation,
+  env_pool,
+  reward_functions,
+  scored_rewards,
+  tasks,
+  tokenizer,
+  trajectory,
+)
+from gigpo_jax.runtime import console, distributed
 
 # Number of tasks to try until one runs without a failure.
 TASKS = 3
@@ -36,6 +49,94 @@ _OVERFLOWS = {
 _MAX_RATIO = 4
 # Suggested limits are rounded up to a multiple of this, in tokens.
 _MULTIPLE = 64
+
+
+def try_environment(
+  config: ml_collections.ConfigDict,
+  pool: env_pool.EnvPool,
+  split: str,
+  text: tokenizer.Tokenizer | None = None,
+) -> None:
+  """Plays a few turns before compilation and prints warnings.
+
+  All processes must have the same tasks, because each plays its own part.
+
+  Args:
+    config: the experiment.
+    pool: its environments.
+    split: split of the tasks to try.
+    text: tokenizer of the policy, to compare prompts with the token limit.
+      Ignored if the config sets its own prompt buckets.
+
+  Raises:
+    ValueError: in one line, if the environment cannot be played.
+  """
+  name = config.env.name
+  listed = config_lib.list_tasks(config, split)
+  distributed.check_same(listed.describe())
+  tried = tasks.first_tasks(split, min(len(listed), TASKS))
+  observations = _play_trial(name, pool, tried)
+  limit = config.rollout.max_prompt_tokens
+  for observation in observations:
+    if reason := conversation.prompt_error(observation, limit):
+      raise ValueError(f'env.name={name}: {reason}')
+  if text is None:
+    return
+  if observations[0].messages:
+    try:
+      conversation.Conversations(text, limit, 'end').prompt(observations[0], ())
+    except tokenizer.TemplateError as error:
+      raise ValueError(f'model.path={config.model.path}: {error}') from error
+    return
+  prompts = [o.prompt for o in observations]
+  shortened = [o.short_prompt or o.prompt for o in observations]
+  longest, shortest = (
+    max(map(len, text.render(texts))) for texts in (prompts, shortened)
+  )
+  overflow = config.rollout.prompt_overflow
+  if line := too_long(name, shortest, limit, overflow):
+    console.log(line)
+  if config_lib.has_own_buckets(config):
+    return
+  if line := advice(name, longest, limit):
+    console.log(line)
+
+
+def _play_trial(
+  name: str, pool: env_pool.EnvPool, tried: Sequence[base.Task]
+) -> list[base.Observation]:
+  """Returns the observations of a trial; prints what is wrong with it."""
+  observations, failures = run(pool, name, tried)
+  for failure in failures:
+    console.log(f'env.name={name}: {describe(name, failure)}')
+  if envs.replays(name):
+    played = tried[len(failures)]
+    if line := differs(pool, name, played, observations):
+      console.log(line)
+  return observations
+
+
+def try_rewards(
+  config: ml_collections.ConfigDict, pool: env_pool.EnvPool
+) -> None:
+  """Calls the user's reward functions with an episode, before compilation.
+
+  Does nothing if no short episode ends.
+
+  Raises:
+    ValueError, errors.RunError: in one line, if a function fails.
+  """
+  if not (config.reward.functions or config.reward.scored):
+    return
+  listed = config_lib.list_tasks(config, 'train')
+  tried = tasks.first_tasks('train', min(len(listed), TASKS))
+  episode = play_to_end(pool, tried)
+  if episode is None:
+    return
+  if config.reward.functions:
+    if line := reward_functions.try_out(config.reward, episode):
+      console.log(line)
+  scored_rewards.try_out(config.reward, episode)
 
 
 def run(
