@@ -661,7 +661,7 @@ def test_a_malformed_horizon_is_one_line():
 
 def test_names_of_other_trainers_stand_for_fields_that_exist():
   config = base.get_config()
-  names = config_fields._OTHER_NAMES
+  names = other_trainers.FIELDS
   assert set(names.values()) <= config_fields.flatten(config).keys()
   # The table of these names leads to the same fields.
   page = (PROJECT / 'docs' / 'running.md').read_text()

@@ -12,7 +12,7 @@ from typing import Any
 
 import ml_collections
 
-from configs import base
+from configs import base, other_trainers
 
 # Folder of the included configs, and how errors name a config's variants.
 _CONFIGS = pathlib.Path(base.__file__).resolve().parent
@@ -117,92 +117,6 @@ _DEPENDENT = {
     [f'loss.entropy_band.{name}' for name in ('low', 'high', 'decay')],
     ('loss.entropy_band.weight', 'above 0', bool),
   ),
-}
-
-# Names of other trainers (verl-agent, TRL, Tunix) for fields of configs; see
-# docs/running.md.
-_OTHER_NAMES = {
-  'adv_estimator': 'algorithm.name',
-  'beta': 'loss.kl_weight',
-  'clip_ratio': 'loss.clip_epsilon',
-  'clip_ratio_c': 'loss.dual_clip',
-  'clip_ratio_high': 'loss.clip_epsilon_high',
-  'critic_warmup': 'critic.warmup_iterations',
-  'delta': 'loss.dual_clip',
-  'enable_gradient_checkpointing': 'model.remat',
-  'enable_similarity': 'algorithm.anchor',
-  'env_name': 'env.name',
-  'entropy_coef': 'loss.entropy_weight',
-  'entropy_coeff': 'loss.entropy_weight',
-  'epsilon': 'loss.clip_epsilon',
-  'epsilon_high': 'loss.clip_epsilon_high',
-  'eval_on_start': 'evaluation.every',
-  'eval_steps': 'evaluation.every',
-  'gamma': 'algorithm.discount',
-  'generation_batch_size': 'rollout.groups',
-  'grad_clip': 'optimizer.max_grad_norm',
-  'gradient_accumulation_steps': 'learner.microbatch_tokens',
-  'gradient_checkpointing': 'model.remat',
-  'group_size': 'rollout.episodes_per_group',
-  'importance_sampling_level': 'loss.ratio_level',
-  'invalid_action_penalty_coef': 'algorithm.invalid_penalty',
-  'iterations': 'num_iterations',
-  'kl_coef': 'reward.kl_weight',
-  'kl_loss_coef': 'loss.kl_weight',
-  'kl_loss_mode': 'loss.kl_estimator',
-  'kl_loss_type': 'loss.kl_estimator',
-  'lam': 'algorithm.gae_lambda',
-  'log_completions': 'episodes.every',
-  'logger': 'metrics.wandb',
-  'lora_rank': 'lora.rank',
-  'loss_agg_mode': 'loss.aggregation',
-  'loss_algo': 'loss.ratio_level',
-  'loss_type': 'loss.aggregation',
-  'lr': 'optimizer.learning_rate',
-  'lr_scheduler_type': 'optimizer.decay',
-  'lr_warmup_steps': 'optimizer.warmup_updates',
-  'mask_truncated_completions': 'filter.select',
-  'max_actor_ckpt_to_keep': 'checkpoint.keep',
-  'max_completion_length': 'rollout.max_completion_tokens',
-  'max_num_gen_batches': 'filter.max_refills',
-  'max_prompt_length': 'rollout.max_prompt_tokens',
-  'max_response_length': 'rollout.max_completion_tokens',
-  'mode': 'algorithm.norm',
-  'model': 'model.path',
-  'model_name_or_path': 'model.path',
-  'n': 'rollout.episodes_per_group',
-  'num_epochs': 'num_iterations',
-  'num_generations': 'rollout.episodes_per_group',
-  'num_train_epochs': 'num_iterations',
-  'peft_config': 'lora.rank',
-  'per_device_train_batch_size': 'learner.microbatch_tokens',
-  'ppo_epochs': 'learner.epochs',
-  'ppo_micro_batch_size_per_gpu': 'learner.microbatch_tokens',
-  'ppo_mini_batch_size': 'learner.minibatch_rows',
-  'report_to': 'metrics.wandb',
-  'resources_per_worker': 'pool.num_workers',
-  'reward_funcs': 'reward.functions',
-  'reward_weights': 'reward.function_weights',
-  'rollout_data_dir': 'episodes.every',
-  'save_freq': 'checkpoint.every',
-  'save_steps': 'checkpoint.every',
-  'save_total_limit': 'checkpoint.keep',
-  'scale_rewards': 'algorithm.norm',
-  'similarity_thresh': 'algorithm.similarity_threshold',
-  'step_advantage_w': 'algorithm.step_weight',
-  'tensor_model_parallel_size': 'rollout.tensor',
-  'test_freq': 'evaluation.every',
-  'total_epochs': 'num_iterations',
-  'total_training_steps': 'num_iterations',
-  'train_batch_size': 'rollout.groups',
-  'use_kl_in_reward': 'reward.kl_weight',
-  'use_kl_loss': 'loss.kl_weight',
-  'val_batch_size': 'evaluation.num_tasks',
-  'val_before_train': 'evaluation.every',
-  'vllm_importance_sampling_clip_max': 'loss.tis_clip',
-  'vllm_importance_sampling_clip_min': 'filter.mismatch_low',
-  'vllm_tensor_parallel_size': 'rollout.tensor',
-  'warmup_steps': 'optimizer.warmup_updates',
 }
 
 # Values of a field by its type, for errors.
@@ -335,7 +249,8 @@ def near(name: str, config: ml_collections.ConfigDict) -> list[str]:
   if name in fields:
     return [name]
   last = name.rpartition('.')[2]
-  meant = [_OTHER_NAMES[last]] if last in _OTHER_NAMES else []
+  names = other_trainers.FIELDS
+  meant = [names[last]] if last in names else []
   meant += [x for x in fields if x.rpartition('.')[2] == last]
   return meant or difflib.get_close_matches(name, fields, cutoff=0.85)
 
