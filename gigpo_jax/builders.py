@@ -265,9 +265,9 @@ def make_task_sampler(config: ml_collections.ConfigDict) -> tasks.TaskSampler:
 def make_eval_batch(config: ml_collections.ConfigDict) -> rollout.EpisodeBatch:
   """Returns the episodes of an evaluation."""
   section = config.evaluation
-  available = len(config_lib.list_tasks(config, section.split))
+  listed = config_lib.list_tasks(config, section.split)
   return rollout.EpisodeBatch(
-    tasks.first_tasks(section.split, section.num_tasks or available),
+    listed.first(section.num_tasks or len(listed)),
     section.repeats,
     (rollout.EVALUATION, 0),
     model_builders.make_sampling(config, evaluation=True),

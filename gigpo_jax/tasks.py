@@ -78,6 +78,10 @@ class CheckedTasks:
       )
     return result
 
+  def first(self, count: int) -> list[base.Task]:
+    """Returns the first tasks, at most `count`."""
+    return [base.Task(self._split, n) for n in range(min(count, len(self)))]
+
   def describe(self) -> dict[str, str]:
     """Returns a text that distinguishes the tasks, by the name of the split."""
     count = len(self)
@@ -345,11 +349,6 @@ class StageSampler(TaskSampler):
     rng = np.random.Generator(np.random.Philox([self._seed, start, epoch]))
     order = rng.permutation(indices)
     return order[position * groups : (position + 1) * groups]
-
-
-def first_tasks(split: str, num_tasks: int) -> list[base.Task]:
-  """Returns the first tasks of a split."""
-  return [base.Task(split, index) for index in range(num_tasks)]
 
 
 def make(

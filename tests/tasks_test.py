@@ -35,7 +35,9 @@ def test_more_groups_than_tasks_are_rejected():
 
 
 def test_evaluation_tasks_are_the_first_tasks():
-  assert [str(t) for t in tasks.first_tasks('valid', 2)] == [
+  listed = tasks.CheckedTasks(range(5), 'toy', 'valid')
+  assert len(listed.first(9)) == 5
+  assert [str(t) for t in listed.first(2)] == [
     'valid/0',
     'valid/1',
   ]

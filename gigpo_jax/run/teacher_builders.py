@@ -7,7 +7,7 @@ import ml_collections
 import envs
 from envs import base
 from gigpo_jax import config as config_lib
-from gigpo_jax import privileged, replay, sft, tasks, teacher, tokenizer
+from gigpo_jax import privileged, replay, sft, teacher, tokenizer
 from gigpo_jax.run import trial
 
 
@@ -64,8 +64,8 @@ def make_privileged_context(
       return '\n'.join(response for _, response in steps)
 
   context = privileged.PrivilegedContext(text.encode, text.head_length(), solve)
-  count = min(len(config_lib.list_tasks(config, 'train')), trial.TASKS)
-  solutions = context.solutions(tasks.first_tasks('train', count))
+  listed = config_lib.list_tasks(config, 'train')
+  solutions = context.solutions(listed.first(trial.TASKS))
   with envs.closing(envs.make(name, **kwargs)) as env:
     prompts = text.render([env.reset(task).prompt for task in solutions])
   needed = [

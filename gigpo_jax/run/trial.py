@@ -21,7 +21,6 @@ from gigpo_jax import (
   env_pool,
   reward_functions,
   scored_rewards,
-  tasks,
   tokenizer,
   trajectory,
 )
@@ -74,8 +73,7 @@ def try_environment(
   name = config.env.name
   listed = config_lib.list_tasks(config, split)
   distributed.check_same(listed.describe())
-  tried = tasks.first_tasks(split, min(len(listed), TASKS))
-  observations = _play_trial(name, pool, tried)
+  observations = _play_trial(name, pool, listed.first(TASKS))
   limit = config.rollout.max_prompt_tokens
   for observation in observations:
     if reason := conversation.prompt_error(observation, limit):
@@ -128,8 +126,7 @@ def try_rewards(
   """
   if not (config.reward.functions or config.reward.scored):
     return
-  listed = config_lib.list_tasks(config, 'train')
-  tried = tasks.first_tasks('train', min(len(listed), TASKS))
+  tried = config_lib.list_tasks(config, 'train').first(TASKS)
   episode = play_to_end(pool, tried)
   if episode is None:
     return
