@@ -234,9 +234,23 @@ def needs_reference(config: ml_collections.ConfigDict) -> bool:
 def make_task_type(
   config: ml_collections.ConfigDict,
 ) -> Callable[[base.Task], str]:
-  """Returns a function from a task to its type."""
+  """Returns a function from a task to its type.
+
+  Only the types of the first tasks are checked at the start. An unusable one of
+  another task is reported, and its episodes have the type `unknown`.
+  """
   splits = functools.lru_cache(functools.partial(config_lib.list_tasks, config))
-  return lambda task: splits(task.split).task_type(task.index)
+
+  @functools.lru_cache
+  def task_type(task: base.Task) -> str:
+    try:
+      return splits(task.split).task_type(task.index)
+    except ValueError as error:
+      # Not of the main process alone: another one may have the task.
+      print(f'{error}; its episodes have the type unknown', flush=True)
+      return 'unknown'
+
+  return task_type
 
 
 def make_answer_scorer(

@@ -4,9 +4,9 @@ import pytest
 
 import envs
 from configs import helpdesk, keydoor
-from envs import checks
+from envs import base, checks
+from gigpo_jax import builders, tasks
 from gigpo_jax import config as config_lib
-from gigpo_jax import tasks
 from gigpo_jax.models.huggingface import layout
 
 _INF, _NAN = float('inf'), float('nan')
@@ -115,6 +115,21 @@ def test_unusable_task_types_are_reported(task_type):
   text = str(e.value)
   assert text.endswith('; must be a text of 1 to 128 printable characters')
   assert text.isprintable()
+
+
+def test_an_unusable_type_of_a_late_task_ends_no_run(monkeypatch, capsys):
+  types = [*['a'] * 600, 'a\nb', None]
+  monkeypatch.setattr(envs, 'tasks', lambda *_, **__: _Tasks(types))
+  config = keydoor.get_config('tiny')
+  config_lib.validate(config, needs_model=False)
+  task_type = builders.make_task_type(config)
+  names = [task_type(base.Task('train', n)) for n in (0, 600, 600, 601)]
+  assert names == ['a', 'unknown', 'unknown', 'unknown']
+  lines = capsys.readouterr().out.splitlines()
+  assert [line.partition(' of split')[0] for line in lines] == [
+    'env.name=keydoor: task_type(600)',
+    'env.name=keydoor: task_type(601)',
+  ]
 
 
 class _FailingTasks(_Tasks):
