@@ -41,8 +41,8 @@ from typing import Any
 
 from envs import base
 
-# Largest number of tasks of a split.
-_MAX_TASKS = 2**31 - 1
+# Largest integer of an option, and largest number of tasks of a split.
+MAX_INT = 2**31 - 1
 
 # name: module of the environment.
 REGISTRY = {
@@ -522,11 +522,11 @@ def count(name: str, split: str, info: base.TaskInfo) -> int:
     ValueError: in one line, if the environment fails, or returns no number.
   """
   field, call = f'env.name={name}', f'__len__() of split {split}'
-  expected = f'must return an integer from 0 to {_MAX_TASKS:,}'
+  expected = f'must return an integer from 0 to {MAX_INT:,}'
   with explain_errors(field, call, expected):
     # `len` has other errors for negative and huge numbers.
     size = operator.index(type(info).__len__(info))
-  if not 0 <= size <= _MAX_TASKS:
+  if not 0 <= size <= MAX_INT:
     shown = size if size.bit_length() < 64 else 'too large'
     raise ValueError(f'{field}: {call} is {shown}; {expected}')
   return size

@@ -14,8 +14,6 @@ from typing import Any
 import envs
 from envs import narrator
 
-_MAX_INT = 2**31 - 1
-
 
 def at_least(
   options: Mapping[str, Any], note: str = '', **lowest: int
@@ -30,11 +28,11 @@ def at_least(
   for name, low in lowest.items():
     value = options.get(name)
     is_int = isinstance(value, int)
-    if value is None or (is_int and low <= value <= _MAX_INT):
+    if value is None or (is_int and low <= value <= envs.MAX_INT):
       continue
     accepted = f'an integer of at least {low}{note}'
-    if is_int and value > _MAX_INT:
-      accepted = f'at most {_MAX_INT:,}'
+    if is_int and value > envs.MAX_INT:
+      accepted = f'at most {envs.MAX_INT:,}'
     yield f'env.{name}={value}: out of range; must be {accepted}'
 
 
@@ -143,7 +141,7 @@ def shared(options: Mapping[str, Any]) -> Iterator[str]:
     yield f'env.generator={generator}: must be a group of options'
     return
   seed = (generator or {}).get('seed')
-  if seed is not None and not is_between(seed, 0, _MAX_INT):
+  if seed is not None and not is_between(seed, 0, envs.MAX_INT):
     yield (
       f'env.generator.seed={seed}: out of range; must be a non-negative 32-bit '
       'integer'
