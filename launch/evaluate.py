@@ -13,7 +13,8 @@ policy, task by task. The results of an earlier evaluation in the work directory
 are moved to `evaluation.bak`.
 """
 
-from launch import interrupt, output
+from gigpo_jax.runtime import output
+from launch import interrupt
 
 
 @interrupt.handle()

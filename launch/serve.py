@@ -7,7 +7,8 @@ sends a reward; docs/endpoint.md describes the requests. Rerun a command to
 resume its run.
 """
 
-from launch import interrupt, output
+from gigpo_jax.runtime import output
+from launch import interrupt
 
 _MIN_TOKEN_CHARS = 16
 

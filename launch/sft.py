@@ -12,7 +12,8 @@ successful ones, and repeats that; round N, from 0, writes
 WORKDIR/round-N/policy.
 """
 
-from launch import interrupt, output
+from gigpo_jax.runtime import output
+from launch import interrupt
 
 # Fields of RL that fields of the warm start replace.
 _REPLACED = {

@@ -12,7 +12,8 @@ import sys
 import types
 from typing import NoReturn
 
-from launch import interrupt, output
+from gigpo_jax.runtime import output
+from launch import interrupt
 
 
 class _Terminated(BaseException):

@@ -6,7 +6,8 @@ python launch/tpu_compile.py --config=configs/alfworld.py:7b --topology=h100:8
 
 import os
 
-from launch import interrupt, output
+from gigpo_jax.runtime import output
+from launch import interrupt
 
 
 @interrupt.handle()

@@ -12,7 +12,8 @@ form of `python launch/train.py`.
 from collections.abc import Callable
 from typing import Any
 
-from launch import interrupt, output
+from gigpo_jax.runtime import output
+from launch import interrupt
 
 
 @interrupt.handle()

@@ -8,7 +8,8 @@ A run keeps its episodes with `--config.episodes.every=1`.
 
 import functools
 
-from launch import interrupt, output
+from gigpo_jax.runtime import output
+from launch import interrupt
 
 
 @interrupt.handle()

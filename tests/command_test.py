@@ -89,7 +89,7 @@ def _write_command(tmp_path: pathlib.Path, body: str) -> pathlib.Path:
   script = tmp_path / 'script.py'
   script.write_text(
     'import logging, sys, types\n'
-    'from launch import command, output\n'
+    'from gigpo_jax.runtime import output\nfrom launch import command\n'
     f'def main(config, workdir):\n{textwrap.indent(body, "  ")}\n'
     'with output.handle():\n  command.run(main)\n'
   )
@@ -200,6 +200,31 @@ def test_a_full_disk_under_stdout_is_one_line(tmp_path, script):
   assert re.fullmatch(
     r'stdout: cannot be written \(.*No space left .*; free space .*\n', errors
   )
+
+
+@pytest.mark.skipif(not os.path.exists('/dev/full'), reason='needs /dev/full')
+@pytest.mark.parametrize(
+  'module',
+  [
+    'algorithms',
+    *(f'tools.{n}' for n in 'advise compare law match_rate results'.split()),
+  ],
+)
+def test_modules_end_as_commands_do_if_stdout_cannot_be_written(module):
+  command = [sys.executable, '-m', f'gigpo_jax.{module}', '--help']
+  status, errors = _output_of('/dev/full', command)
+  assert status == 1
+  assert re.fullmatch(r'stdout: cannot be written \(.*\n', errors)
+  with subprocess.Popen(
+    command,
+    cwd=PROJECT,
+    stdout=subprocess.PIPE,
+    stderr=subprocess.PIPE,
+    text=True,
+  ) as process:
+    process.stdout.close()
+    assert not process.stderr.read()
+  assert process.returncode == 128 + signal.SIGPIPE
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from gigpo_jax.runtime import distributed
 
 
 def log(line: str) -> None:
-  """Prints a line; see `launch.output` if it cannot be written."""
+  """Prints a line; see `runtime.output` if it cannot be written."""
   if distributed.is_main_process():
     print(line, flush=True)
 

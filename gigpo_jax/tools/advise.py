@@ -26,7 +26,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from gigpo_jax import algorithms, metrics
-from gigpo_jax.runtime import files
+from gigpo_jax.runtime import files, output
 from gigpo_jax.tools import law as law_lib
 
 # Further metrics that the statements use.
@@ -159,6 +159,7 @@ def advise(
   return f'{name}: the interval excludes 0', numbers
 
 
+@output.handle()
 def main(argv: Sequence[str] | None = None) -> int:
   """Prints numbers and advice; returns 2 on errors."""
   parser = argparse.ArgumentParser(

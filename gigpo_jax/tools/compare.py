@@ -19,7 +19,7 @@ from typing import Any
 from configs import base
 from gigpo_jax import deprecated, metrics
 from gigpo_jax.run import run_config
-from gigpo_jax.runtime import files
+from gigpo_jax.runtime import files, output
 from gigpo_jax.tools import plots
 
 _RATE = 'eval/success_rate'
@@ -242,6 +242,7 @@ def read_metrics(workdir: str | pathlib.Path) -> list[dict]:
   return lines
 
 
+@output.handle()
 def main(argv: Sequence[str] | None = None) -> int:
   """Prints the table and draws the plot if requested; returns 2 on errors."""
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])

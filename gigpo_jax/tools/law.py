@@ -37,7 +37,7 @@ import scipy
 from jaxtyping import Float, Int
 
 from gigpo_jax import algorithms
-from gigpo_jax.runtime import files
+from gigpo_jax.runtime import files, output
 from gigpo_jax.tools import plots, sweep_table
 
 BASELINE = 'grpo'
@@ -544,6 +544,7 @@ def _run(options: argparse.Namespace) -> None:
       draw(path, predictions, measured)
 
 
+@output.handle()
 def main(argv: Sequence[str] | None = None) -> int:
   """Fits, predicts or compares; returns 2 on errors."""
   parser = argparse.ArgumentParser(

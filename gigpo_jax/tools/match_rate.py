@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from gigpo_jax.runtime import output
 from gigpo_jax.tools import sweep_table
 
 
@@ -75,6 +76,7 @@ def _rate(text: str) -> float | None:
     return None
 
 
+@output.handle()
 def main(argv: Sequence[str] | None = None) -> int:
   """Prints the distances and the matched rate; returns 2 on errors."""
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])

@@ -32,6 +32,7 @@ from typing import Any
 import numpy as np
 from matplotlib import lines
 
+from gigpo_jax.runtime import output
 from gigpo_jax.tools import (
   equal_cost,
   evidence,
@@ -665,6 +666,7 @@ def draw_all() -> None:
   law.draw(str(_FOLDER / 'predictions.png'), *_predictions())
 
 
+@output.handle()
 def main() -> int:
   """Rewrites the pages and the plots; returns 2 on errors."""
   argparse.ArgumentParser(description=__doc__).parse_args()

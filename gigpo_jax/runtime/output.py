@@ -50,14 +50,11 @@ class _Output:
         # As SIGPIPE ends other programs. No other handler may take it for an
         # error of its own.
         raise SystemExit(128 + signal.SIGPIPE) from None
-      # Not imported earlier: `interrupt.handle` comes first.
-      from launch import lines
-
-      lines.exit_with_error(
+      sys.stderr.write(
         f'stdout: cannot be written ({error}); free space or redirect it, then '
-        'rerun the same command',
-        status=1,
+        'rerun the same command\n'
       )
+      raise SystemExit(1) from None
 
 
 @contextlib.contextmanager
