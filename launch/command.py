@@ -66,7 +66,7 @@ _OTHER_FLAGS = {
 def run(
   main: Callable[[ml_collections.ConfigDict, str], None],
   *,
-  ending: str = '',
+  ending: str | None = '',
   replaced: Mapping[str, str] | None = None,
 ) -> None:
   """Parses the flags and calls main(config, workdir).
@@ -82,11 +82,14 @@ def run(
 
   Args:
     main: the command; `--help` prints the docstring of its module.
-    ending: suffix of the default work directory.
+    ending: suffix of the default work directory; None: the command has no
+      --workdir.
     replaced: fields that have no effect on the command -> those that replace
       them.
   """
   processes.end_with_named_parent()
+  if ending is None:
+    delattr(flags.FLAGS, _WORKDIR.name)
   sys.path.append(os.getcwd())
   parse = functools.partial(
     _parse, module=main.__module__, replaced=replaced or {}
@@ -155,7 +158,9 @@ def _help(module: str) -> str:
   ]
   return '\n'.join(
     [
-      lines.describe(module, ('config', 'workdir')),
+      lines.describe(
+        module, [n for n in ('config', 'workdir') if n in flags.FLAGS]
+      ),
       '  --config.FIELD=VALUE',
       lines.wrap(
         'Any field of the config; configs/base.py lists the fields.', 6
@@ -305,7 +310,7 @@ def _wrong_type(text: str, config: ml_collections.ConfigDict) -> str:
 
 
 def _call(
-  main: Callable[[ml_collections.ConfigDict, str], None], ending: str
+  main: Callable[[ml_collections.ConfigDict, str], None], ending: str | None
 ) -> None:
   # The checkpoint library logs a lot. Its errors are raised, too. Warnings of
   # jax, such as that it uses no GPU, are shown.
@@ -313,11 +318,7 @@ def _call(
   sys.unraisablehook = functools.partial(_drop_late_write, sys.unraisablehook)
   if 'JAX_LOGGING_LEVEL' not in os.environ:
     logging.getLogger('jax').setLevel(logging.WARNING)
-  workdir = _WORKDIR.value
-  if workdir is None:
-    workdir = _default_workdir() + ending
-  if not workdir:
-    lines.exit_with_error('--workdir=: empty; must be a folder')
+  workdir = '' if ending is None else _workdir(ending)
   # Worker processes import this file too and must not import jax.
   from gigpo_jax.runtime import compilation, distributed, errors, hardware
 
@@ -353,6 +354,12 @@ def _drop_late_write(show: Callable[..., None], error: Any) -> None:
   )
   if not is_late:
     show(error)
+
+
+def _workdir(ending: str) -> str:
+  if _WORKDIR.value == '':
+    lines.exit_with_error('--workdir=: empty; must be a folder')
+  return _WORKDIR.value or _default_workdir() + ending
 
 
 def _default_workdir() -> str:

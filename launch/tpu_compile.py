@@ -38,7 +38,7 @@ def main() -> None:
     del workdir
     tpu_compile.main(config, topology.value, shape=shape.value)
 
-  command.run(run)
+  command.run(run, ending=None)
 
 
 if __name__ == '__main__':

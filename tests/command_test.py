@@ -64,6 +64,17 @@ def test_help_shows_usage_flags_and_examples(script):
   assert ('  --grace_secs (25.0)\n' in done.stdout) == (script == 'serve')
 
 
+def test_a_command_without_a_work_directory_has_no_such_flag():
+  done = _launch('tpu_compile', '--help')
+  assert '  --topology (v5e:4x4)\n' in done.stdout
+  assert 'workdir' not in done.stdout
+  flags = '--config=configs/alfworld.py:tiny', '--workdir=x'
+  done = _launch('tpu_compile', *flags)
+  assert done.returncode == 2
+  assert done.stderr.startswith("Unknown command line flag 'workdir'")
+  assert len(done.stderr.splitlines()) == 1
+
+
 @pytest.mark.parametrize(
   ('result', 'message'),
   [
