@@ -85,7 +85,7 @@ def run(
     ending: suffix of the default work directory; None: the command has no
       --workdir.
     replaced: fields that have no effect on the command -> those that replace
-      them.
+      them, or ''.
   """
   processes.end_with_named_parent()
   if ending is None:
@@ -124,9 +124,9 @@ def _parse(
       )
     given = config_flags.get_override_values(flags.FLAGS['config'])
     for field in sorted(given.keys() & replaced.keys()):
+      instead = replaced[field] and f'; set {replaced[field]}'
       raise ValueError(
-        f'{field}={given[field]}: has no effect on this command; set '
-        f'{replaced[field]}'
+        f'{field}={given[field]}: has no effect on this command{instead}'
       )
     deprecated.update(_CONFIG.value, given)
     _CONFIG.value.update_from_flattened_dict(dict.fromkeys(empty))

@@ -12,6 +12,8 @@ successful ones, and repeats that; round N, from 0, writes
 WORKDIR/round-N/policy.
 """
 
+import re
+
 from gigpo_jax.runtime import output
 from launch import interrupt
 
@@ -26,12 +28,18 @@ _REPLACED = {
   'optimizer.decay': 'sft.decay',
   'optimizer.final_rate': 'sft.decay',
 }
+# Fields that only RL reads.
+_OF_RL = re.compile(
+  r'(num_iterations|filter|algorithm(?!\.anchor)|critic|loss(?!\.aggregation)|'
+  r'teacher|guard|checkpoint)\b'
+)
 
 
 @interrupt.handle()
 @output.handle()
 def main() -> None:
   """Parses the flags and trains by imitation."""
+  from gigpo_jax.run import config_fields
   from launch import command
 
   def run(config, workdir: str) -> None:
@@ -45,7 +53,9 @@ def main() -> None:
     train = rejection_sampling.run if rounds else sft.warm_start
     train(config, workdir)
 
-  command.run(run, ending='-sft', replaced=_REPLACED)
+  fields = config_fields.flatten(config_fields.defaults())
+  unused = dict.fromkeys(filter(_OF_RL.match, fields), '')
+  command.run(run, ending='-sft', replaced=_REPLACED | unused)
 
 
 if __name__ == '__main__':

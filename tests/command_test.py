@@ -76,6 +76,24 @@ def test_a_command_without_a_work_directory_has_no_such_flag():
 
 
 @pytest.mark.parametrize(
+  ('flag', 'instead'),
+  [
+    ('learner.epochs=2', '; set sft.epochs'),
+    ('num_iterations=2', ''),
+    ('loss.kl_weight=0.5', ''),
+    ('loss.entropy_band.low=0.1', ''),
+    ('algorithm.name=grpo', ''),
+    ('guard.max_kl=0.1', ''),
+  ],
+)
+def test_a_warm_start_refuses_flags_without_effect(flag, instead):
+  flags = '--config=configs/alfworld.py:tiny', f'--config.{flag}'
+  done = _launch('sft', *flags, '--config.algorithm.anchor=state')
+  assert done.returncode == 2
+  assert done.stderr == f'{flag}: has no effect on this command{instead}\n'
+
+
+@pytest.mark.parametrize(
   ('result', 'message'),
   [
     ("{'num_iterations': 3}", 'a dict; must return a config that starts from'),
