@@ -13,7 +13,7 @@ import time
 import psutil
 import pytest
 
-from gigpo_jax.run import run_config
+from gigpo_jax.run import model_builders, run_config
 from gigpo_jax.runtime import files
 from gigpo_jax.tools import outcomes, paired, sweep, sweep_runs, sweep_table
 
@@ -661,6 +661,21 @@ def test_folder_with_another_config_is_refused(tmp_path, capsys):
   printed = capsys.readouterr().out
   assert 'alfworld-a-0 does not count: ' in printed and 'was 7' in printed
   assert '1 of 2 runs are finished' in printed
+
+
+def test_a_run_of_the_same_model_at_another_path_is_finished(tmp_path):
+  run, folder = RUNS[0], tmp_path / RUNS[0].folder
+  write_run(folder, [(0, 0.2), (100, 0.4)])
+  config = run.load()
+  model = shutil.copytree(PROJECT / config.model.path, tmp_path / 'model')
+  config.model.path = str(model)
+  inputs = model_builders.describe_files(config)
+  run_config.save(config, str(folder), inputs=inputs)
+  assert sweep_runs.finished(run, tmp_path)
+  config.model.path = 'elsewhere'
+  run_config.save(config, str(folder), inputs=dict.fromkeys(inputs, 'other'))
+  with pytest.raises(ValueError, match='model.path=.* .was elsewhere'):
+    sweep_runs.finished(run, tmp_path)
 
 
 _RUN_SWEEP = """

@@ -14,7 +14,12 @@ import numpy as np
 
 import configs
 from gigpo_jax import deprecated, metrics
-from gigpo_jax.run import config_fields, policy_files, run_config
+from gigpo_jax.run import (
+  config_fields,
+  model_builders,
+  policy_files,
+  run_config,
+)
 from gigpo_jax.runtime import files
 from gigpo_jax.tools import outcomes
 
@@ -306,8 +311,22 @@ def finished(run: Run, root: pathlib.Path) -> bool:
   """
   folder, config = root / run.folder, run.load()
   advice = 'give the run another name in the sweep, or move the folder'
-  run_config.check_resume(config, str(folder), advice=advice)
+  inputs = _moved_model(config, folder)
+  run_config.check_resume(config, str(folder), inputs=inputs, advice=advice)
   return policy_files.is_finished(folder, config.num_iterations)
+
+
+def _moved_model(
+  config: ml_collections.ConfigDict, folder: pathlib.Path
+) -> dict[str, str]:
+  """Returns the files of the model if a run has another path; otherwise {}."""
+  try:
+    stored = config_fields.flatten(files.read_stored(folder / 'config.json'))
+    if stored.get('model.path') not in (None, config.model.path):
+      return model_builders.describe_files(config)
+  except (OSError, ValueError):  # No config or model: `check_resume` says so.
+    pass
+  return {}
 
 
 def read_test(run: Run, root: pathlib.Path) -> dict[str, list[bool]] | None:
