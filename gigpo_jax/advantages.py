@@ -18,6 +18,7 @@ code.
 """
 
 import functools
+import numbers
 from typing import NamedTuple
 
 import jax
@@ -119,7 +120,8 @@ def gigpo(  # noqa: PLR0913
     float32; 0 for padding. No gradient flows through it.
 
   Raises:
-    ValueError: if an option is unknown or two options are incompatible.
+    ValueError: if an option is unknown or out of range, or two options are
+      incompatible.
   """
   columns = rewards, groups, episodes, steps, anchors, valid
   components = gigpo_components(
@@ -167,6 +169,11 @@ def gigpo_components(  # noqa: PLR0913
     'lone_episode': lone_episode,
   }
   check_options(**statistics)
+  # Not a value that jax traces.
+  if isinstance(discount, numbers.Real) and not 0 <= discount <= 1:
+    raise ValueError(
+      f'discount={discount}: out of range; must be between 0 and 1'
+    )
   if not np.shape(groups)[0]:
     return Components(*4 * [jnp.zeros(0)], jnp.zeros(0, jnp.int32))
   columns = rewards, groups, episodes, steps, anchors, valid

@@ -159,6 +159,11 @@ class Learner:
     seed: int = 0,
   ):
     options.check_choice('aggregation', aggregation, losses.AGGREGATIONS)
+    if isinstance(optimizer, optimizer_lib.AdamW):
+      raise ValueError(
+        'optimizer=AdamW(...): options of an optimizer; must be '
+        'AdamW(...).make(), or an optimizer of optax'
+      )
     loss = losses.replace_old(loss)
     self._mesh = mesh
     self.columns = tuple(loss.columns)

@@ -568,6 +568,7 @@ def test_no_gradient_flows_through():
 @pytest.mark.parametrize(
   ('options', 'message'),
   [
+    ({'discount': 1.5}, '^discount=1.5: out of range; must be between 0 and 1'),
     ({'norm': 'max'}, 'norm=max: unknown; must be one of mean_std, mean'),
     ({'episode_stats': 'x'}, 'must be one of trajectories, rows'),
     ({'lone_episode': 'x'}, 'must be one of zero, raw'),
@@ -580,7 +581,7 @@ def test_no_gradient_flows_through():
 )
 def test_rejected_options(options, message):
   with pytest.raises(ValueError, match=message):
-    advantages.gigpo(**GOLDEN, **options)
+    advantages.gigpo(**GOLDEN | options)
 
 
 @pytest.mark.parametrize('name', ['rewards', 'anchors', 'valid'])

@@ -187,6 +187,8 @@ def test_wrong_tensors_are_named(saved, mesh, change, message: str):
 
 
 def test_unsupported_models_are_refused(tmp_path):
+  with pytest.raises(ValueError, match='^dtype=fp16: unknown; must be one of'):
+    huggingface.read_config(str(tmp_path), dtype='fp16')
   with pytest.raises(ValueError, match='no config.json; needs'):
     huggingface.read_config(str(tmp_path))
   (tmp_path / 'config.json').write_text('{"model_type": "llama"}')

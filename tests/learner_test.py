@@ -443,6 +443,8 @@ def test_importance_scales_the_surrogate():
 def test_rejected_arguments():
   with pytest.raises(ValueError, match='aggregation=sum: unknown; must be'):
     make_learner(aggregation='sum')
+  with pytest.raises(ValueError, match=r'^optimizer=AdamW.*must be .*make'):
+    make_learner(optimizer=optimizer.AdamW())
   with pytest.raises(ValueError, match='length_buckets=.8,.: a row has'):
     step(make_learner(length_buckets=(8,)), make_rows())
 

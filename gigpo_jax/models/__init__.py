@@ -23,7 +23,7 @@ class Options:
   """Options of the model and its arithmetic, `config.model`."""
 
   path: str | None = None
-  dtype: str = options.choice('bfloat16', ('bfloat16', 'float32'))
+  dtype: str = options.choice('bfloat16', qwen_config.DTYPES)
   remat: str = options.choice('auto', ('auto', *qwen_config.REMATS))
   attention: str = options.choice('auto', ('auto', *attention.IMPLEMENTATIONS))
   decode_attention: str = options.choice(

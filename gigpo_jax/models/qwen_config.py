@@ -6,6 +6,8 @@ from typing import Any
 
 from gigpo_jax.models import attention, decode_attention, lora
 
+# Types in which a network computes.
+DTYPES = ('bfloat16', 'float32')
 # Activations that the backward pass recomputes, fastest first. none: no
 # activations; matrices: all except the matmuls with parameters; layer: all
 # activations of a layer.
@@ -113,7 +115,7 @@ class QwenConfig:
       than logits; see `values`.
     adapters: low-rank adapters of a frozen network; None: all parameters are
       trained.
-    dtype: compute type, 'bfloat16' or 'float32'; parameters stay float32.
+    dtype: compute type, one of DTYPES; parameters stay float32.
     remat: one of REMATS.
     attention: implementation of attention within a row, one of
       `attention.IMPLEMENTATIONS`.

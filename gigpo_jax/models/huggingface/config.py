@@ -8,9 +8,10 @@ import pathlib
 from collections.abc import Sequence
 from typing import Any
 
+from gigpo_jax import options
 from gigpo_jax.models import layer_runs
 from gigpo_jax.models.huggingface import fields, hybrid
-from gigpo_jax.models.qwen_config import QwenConfig, Yarn
+from gigpo_jax.models.qwen_config import DTYPES, REMATS, QwenConfig, Yarn
 
 # Required fields of config.json, for any network and for a mixture of experts.
 _REQUIRED = (
@@ -158,9 +159,11 @@ def read_config(
     **choices: other fields of the result that config.json does not define.
 
   Raises:
-    ValueError: if config.json is missing or invalid, or the model is not
-      supported; in one line.
+    ValueError: if an argument is unknown, config.json is missing or invalid, or
+      the model is not supported; in one line.
   """
+  options.check_choice('dtype', dtype, DTYPES)
+  options.check_choice('remat', remat, REMATS)
   path = pathlib.Path(directory) / 'config.json'
   if not path.is_file():
     missing = 'config.json' if path.parent.is_dir() else 'such folder'
