@@ -40,6 +40,7 @@ _VALUES = {
   'algorithm.name': METHODS,
   'algorithm.norm': _are(
     {
+      'batch': 'algorithm.name=reinforce_pp_baseline',
       'group': 'mean_std',
       'mean_norm': 'mean',
       'mean_std_norm': 'mean_std',
@@ -63,6 +64,7 @@ _VALUES = {
   'loss.kl_estimator': _are(
     {
       'kl': 'k1, whose gradient is 0 on average',
+      **dict.fromkeys(('k1+', 'k3+'), 'k2, whose gradient it has'),
       'low_var_kl': 'k3',
       'mse': 'k2',
       'mse_kl': 'k2',

@@ -689,11 +689,13 @@ def test_names_of_other_trainers_stand_for_fields_that_exist():
     ('loss.aggregation', 'token-mean', 'token-mean is token_mean; must be'),
     ('loss.kl_estimator', 'mse', 'mse is k2; must be one of k2, k3, abs$'),
     ('loss.ratio_level', 'sequence', 'sequence is row; must be'),
+    ('algorithm.norm', 'batch', 'batch is algorithm.name=reinforce_pp_bas'),
+    ('loss.kl_estimator', 'k3+', '.* is k2, whose gradient it has; must be'),
   ],
 )
 def test_values_of_other_trainers_get_a_hint(field, value, hint):
   assert re.match(
-    rf'{field}={value}: unknown[^;]*; {hint}',
+    rf'{field}={re.escape(value)}: unknown[^;]*; {hint}',
     _refusal(**{field.replace('.', '__'): value}),
   )
 
@@ -704,7 +706,7 @@ def test_hints_name_accepted_values():
       config = alfworld.get_config('tiny')
       fields = config_fields.flatten(config)
       assert set(re.findall(r'[a-z]+\.\w+', hint)) <= fields.keys()
-      if here := re.match(rf'{value} is (\w+)(?![\w.=])', hint):
+      if here := re.match(rf'{re.escape(value)} is (\w+)(?![\w.=])', hint):
         _set(config, field, here[1])
         refused = f'{field}={here[1]}: unknown'
         problems = config_lib._field_problems(config)

@@ -509,7 +509,7 @@ def test_words_of_other_projects_get_a_hint(variant, hint):
 def test_options_that_the_algorithm_ignores_are_named():
   config = webshop.get_config('smoke,tree_grpo')
   unused = [*run_builders.unused_options(config)]
-  assert unused == [('algorithm.norm', 'mean', 'tree_grpo')]
+  assert unused == [('algorithm.norm', 'mean', 'tree_grpo', [])]
   for variant in ('smoke', 'smoke,dr_grpo', 'smoke,sampo'):
     unused = [*run_builders.unused_options(webshop.get_config(variant))]
     assert 'loss.aggregation' not in [field for field, *_ in unused]
@@ -518,7 +518,12 @@ def test_options_that_the_algorithm_ignores_are_named():
   assert not list(run_builders.unused_options(config))
   config.algorithm.components = ('reward', 'valid')
   assert list(run_builders.unused_options(config)) == [
-    ('algorithm.invalid_penalty', 0.01, 'igpo')
+    ('algorithm.invalid_penalty', 0.01, 'igpo', [])
+  ]
+  config = alfworld.get_config('tiny,ppo')
+  config.algorithm.discount = 0.9
+  assert list(run_builders.unused_options(config)) == [
+    ('algorithm.discount', 0.9, 'ppo', ['algorithm.gae_discount'])
   ]
 
 

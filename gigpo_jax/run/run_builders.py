@@ -397,8 +397,9 @@ def print_notes(config: ml_collections.ConfigDict) -> None:
   """Prints presets that are not applied, and options that are not used."""
   for name, field, value, preset in variants.unapplied(config):
     console.log(f'{field}={value}: the variant :{name} has {preset}')
-  for field, value, name in unused_options(config):
-    console.log(f'{field}={value}: {name} does not use it')
+  for field, value, name, instead in unused_options(config):
+    meant = f'; did you mean {", ".join(instead)}?' if instead else ''
+    console.log(f'{field}={value}: {name} does not use it{meant}')
   for line in loss_check.without_effect(config):
     console.log(line)
   horizon, end = config.rollout.horizon, config.num_iterations
@@ -423,9 +424,10 @@ def print_notes(config: ml_collections.ConfigDict) -> None:
 
 def unused_options(
   config: ml_collections.ConfigDict,
-) -> Iterator[tuple[str, object, str]]:
-  """Yields options that algorithm or loss ignore: field, value, name.
+) -> Iterator[tuple[str, object, str, list[str]]]:
+  """Yields options that algorithm or loss ignore, and similar ones that it has.
 
+  Each as field, value, name of the algorithm or loss, similar fields.
   These are common options, and those that others switch off (`unused`). They
   are not refused, because configs of environments and presets set them.
   """
@@ -439,8 +441,10 @@ def unused_options(
     names = dict.fromkeys((*config_lib.COMMON_OPTIONS[section], *unused))
     fields = [f'{section}.{option}' for option in names if option not in own]
     for field, value, _ in config_fields.non_default(config, fields):
+      ending = field.replace(f'{section}.', '_')
+      similar = [f'{section}.{x}' for x in own if x.endswith(ending)]
       if value:  # Otherwise nothing is to be used.
-        yield field, value, config[section].name
+        yield field, value, config[section].name, similar
 
 
 def start_compilation(
