@@ -252,6 +252,17 @@ def test_time_ranges_from_the_slowest_part_to_the_sum():
   assert phase.secs(chip) == (4.0, 9.0)
 
 
+@pytest.mark.parametrize('draft_tokens', [0, 4])
+def test_drafts_are_named_as_missing_from_the_time(capsys, draft_tokens):
+  config = alfworld.get_config('tiny')
+  config.rollout.draft_tokens = draft_tokens
+  chip, phase = tpu_time.CHIPS['v5e'], tpu_time.Phase('decode', 1.0, 1.0, 1.0)
+  report = tpu_compile.Report(1, 'v5e:1x1', chip, {}, 1, 'none', (), (phase,))
+  tpu_compile._print_phases(report, config, tpu_time.Workload())
+  line = 'drafts (rollout.draft_tokens=4) are not in this time'
+  assert (line in capsys.readouterr().out) == bool(draft_tokens)
+
+
 @pytest.mark.parametrize(
   ('topology', 'shape', 'message'),
   [

@@ -422,3 +422,8 @@ def _print_phases(
   )
   if _has_critic(config):
     print("the critic's updates are not in this time")
+  if config.rollout.draft_tokens:
+    print(
+      f'drafts (rollout.draft_tokens={config.rollout.draft_tokens}) are not in '
+      'this time: a decoding pass is counted as one token of each slot'
+    )
