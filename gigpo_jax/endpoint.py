@@ -284,7 +284,12 @@ class EndpointPool:
       self._deliver(episode, call)
     return reply
 
-  def reward(self, name: str, reward: Reward) -> None:
+  def reward(
+    self,
+    name: str,
+    reward: Reward,
+    is_connected: Callable[[], bool] = lambda: True,
+  ) -> None:
     """Adds a reward to the last turn of an episode; by default, ends it.
 
     Waits until the earlier requests of the episode are answered.
@@ -292,12 +297,14 @@ class EndpointPool:
     Args:
       name: id of the episode.
       reward: the reward.
+      is_connected: returns whether the client still waits. If it has left while
+        the reward waits, the reward is dropped: the client may send it again.
 
     Raises:
       RequestError: if the episode is over, ends before the reward is added, or
         has no turn, or if the sum of a turn's rewards is too large.
     """
-    call = _Call(reward)
+    call = _Call(reward, is_connected)
     with self._changed:
       episode = self._find(name)
       episode.waiting.append(call)

@@ -125,7 +125,7 @@ def application(
 
   @app.post('/episodes/<name>/reward')
   def _reward(name: str):
-    pool.reward(name, parse_reward(_body()))
+    pool.reward(name, parse_reward(_body()), _client())
     return {}
 
   @app.get('/v1/models')

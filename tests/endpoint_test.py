@@ -411,11 +411,27 @@ def test_a_reward_needs_a_turn_that_a_client_received(text):
       pool.reward(name, endpoint.Reward(1.0))
 
 
-def _send_reward(pool, name, threads, reward):
+def _send_reward(pool, name, threads, reward, *is_connected):
   """Sends a reward in a thread; returns once it waits."""
-  call = threads.submit(pool.reward, name, reward)
+  call = threads.submit(pool.reward, name, reward, *is_connected)
   _wait_for_call(pool, name)
   return call
+
+
+def test_a_reward_that_waits_is_dropped_with_its_client(text):
+  with (
+    concurrent.futures.ThreadPoolExecutor(2) as threads,
+    _serve(text) as (pool, _),
+  ):
+    name, call = _start_episode(pool, threads)
+    reward = endpoint.Reward(1.0, done=False)
+    gone = _send_reward(pool, name, threads, reward, lambda: False)
+    _answer(pool, text)
+    call.result(30)
+    assert 'has left' in str(gone.exception(30))
+    pool.reward(name, endpoint.Reward(1.0))  # It is sent again.
+    ((_, result),) = pool.receive()
+    assert result.reward == 1.0
 
 
 def test_a_reward_that_waits_takes_no_turn(text):
