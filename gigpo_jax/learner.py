@@ -433,7 +433,8 @@ class Learner:
 
     Raises:
       ValueError: if a column is missing or unknown, a row is longer than the
-        last bucket, or there is a step scale without `scale_updates`.
+        last bucket, there is a step scale without `scale_updates`, or the
+        processes of a run have other rows, columns or trained tokens.
     """
     if old_advantages:
       columns = _old_columns(old_advantages[0], columns)
@@ -441,6 +442,8 @@ class Learner:
     if step_scale != 1 and not self._scale_updates:
       raise ValueError(f'step_scale={step_scale}: needs scale_updates=True')
     check_same_rows(rows, *([teacher_batch.rows] if teacher_batch else []))
+    tokens = {} if trained is None else {'trained': trained}
+    distributed.check_close(columns | tokens)
     minibatches = [
       minibatch
       for epoch in range(self._epochs)

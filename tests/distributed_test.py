@@ -604,6 +604,30 @@ def test_a_run_without_its_platform_ends_in_one_line(tmp_path):
   assert 'Traceback' not in done.stderr
 
 
+@pytest.mark.parametrize(
+  ('change', 'differs'),
+  [
+    (lambda x: x, False),
+    (lambda x: x * np.float32(1 + 1e-6), False),  # Rounding.
+    (lambda x: x + np.random.default_rng(1).normal(size=x.shape), True),
+    (lambda x: x[::-1], True),
+  ],
+)
+def test_advantages_that_differ_between_processes(monkeypatch, change, differs):
+  own = np.random.default_rng(0).normal(size=6400).astype(np.float32)
+  sent = []
+  monkeypatch.setattr(distributed, 'is_multi_process', lambda: True)
+  monkeypatch.setattr(
+    distributed, 'all_gather_objects', lambda x: sent.append(x) or [*sent]
+  )
+  distributed.check_close({'advantages': own})
+  context = contextlib.nullcontext()
+  if differs:
+    context = pytest.raises(ValueError, match='^advantages: differ in proces')
+  with context:
+    distributed.check_close({'advantages': change(own)})
+
+
 @pytest.mark.parametrize('platform', ['cuda', 'abacus'])
 def test_a_missing_platform_is_named(platform):
   code = 'from gigpo_jax.runtime import distributed as d; d.start_devices()'

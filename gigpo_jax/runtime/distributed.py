@@ -27,6 +27,9 @@ from gigpo_jax.runtime import errors, files, hardware
 # A network file system may show a new file late.
 _SHARED_SECS = 60.0
 
+# Largest difference of sums of arrays, relative to the sum of absolute values.
+_MAX_DIFFERENCE = 1e-4
+
 # How long to wait for the others, one of which may download the model.
 _CONNECT_SECS = 1800
 # Parts of an error of a collective after another process has ended: on CPUs, on
@@ -265,6 +268,36 @@ def check_same(values: Mapping[str, Any]) -> None:
         raise ValueError(
           f'{name}={first.get(name)}: is {other.get(name)} in process {process}'
           '; must be the same on every host'
+        )
+
+
+def check_close(arrays: Mapping[str, np.ndarray]) -> None:
+  """Checks that all processes have nearly the same arrays; all must call it.
+
+  The last bits may differ between machines. Sums are compared in which a number
+  counts by its position.
+
+  Args:
+    arrays: the arrays by name.
+
+  Raises:
+    ValueError: in one line, in every process, if they differ.
+  """
+  if not is_multi_process():
+    return
+
+  def sums(array: np.ndarray) -> tuple[float, float]:
+    flat = np.asarray(array, float).ravel()
+    return np.abs(flat).sum(), flat @ np.linspace(0.5, 1, flat.size)
+
+  first, *others = all_gather_objects({k: sums(x) for k, x in arrays.items()})
+  for process, other in enumerate(others, 1):
+    for name, (size, total) in first.items():
+      if abs(other[name][1] - total) > _MAX_DIFFERENCE * size:
+        raise ValueError(
+          f'{name}: differ in process {process}; modules of your own must '
+          'compute the same on every host, and draw random numbers from a seed '
+          'that all hosts share'
         )
 
 
