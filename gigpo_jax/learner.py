@@ -431,6 +431,9 @@ class Learner:
       run of consecutive ones. If all updates are skipped, means and maxima are
       NaN.
 
+    A mini-batch without trained tokens is an update, too: as in verl, the
+    optimizer moves parameters by their momentum and weight decay.
+
     Raises:
       ValueError: if a column is missing or unknown, a row is longer than the
         last bucket, there is a step scale without `scale_updates`, or the
