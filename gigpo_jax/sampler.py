@@ -348,10 +348,12 @@ class Sampler:
     caches = dict.fromkeys(sizes)
     if self._parked:
       caches[self._parked, self._lengths[-1]] = None
+    moves = self._cache.moves()
     return [
       *(('decode', *size, x) for size in sizes for x in self._truncations),
       *self._prefills(),
-      *((name, *size) for name in ('put', 'take', 'new') for size in caches),
+      *((name, *size, x) for size in caches for name, x in moves),
+      *(('new', *size) for size in caches),
     ]
 
   def lowerings(

@@ -13,16 +13,21 @@ class Programs:
   """Moves rows of one number per position."""
 
   model = tiny_learner.CONFIG
+  size_of = staticmethod(jnp.shape)
 
   def new_slots(self, rows: int, length: int) -> jax.Array:
     return jnp.zeros((rows, length))
 
-  def take(self, slots: jax.Array, indices: jax.Array) -> jax.Array:
+  def take(
+    self, slots: jax.Array, indices: jax.Array, *, is_own: bool
+  ) -> jax.Array:
+    assert is_own
     return slots[indices]
 
   def put(
-    self, slots: jax.Array, rows: jax.Array, indices: jax.Array
+    self, slots: jax.Array, rows: jax.Array, indices: jax.Array, *, is_own: bool
   ) -> jax.Array:
+    assert is_own
     length = min(slots.shape[1], rows.shape[1])
     return slots.at[indices, :length].set(rows[:, :length], mode='drop')
 

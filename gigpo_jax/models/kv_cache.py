@@ -243,9 +243,12 @@ def write(
   tokens = (mesh.BATCH, None, mesh.RULES['kv_heads'])
   cache, written = (None, mesh.BATCH, mesh.RULES['kv_heads']), {}
   for name, x in arrays.items():
-    put = functools.partial(_put_tokens, _SLOTS[name], by_head)
-    if by_head:
-      put = mesh.shard_map(put, (cache, (), tokens[:1], tokens), cache)
+    # Otherwise each device could gather the tokens of all devices.
+    put = mesh.shard_map(
+      functools.partial(_put_tokens, _SLOTS[name], by_head),
+      (cache, (), tokens[:1], tokens),
+      cache,
+    )
     written[name] = put(stack[name], layer, positions_BL, x)
   return written
 
@@ -357,7 +360,13 @@ def insert(cache: Cache, rows: Cache, slots_B: jax.Array) -> Cache:
 
 
 def take_rows(cache: Cache, slots_B: jax.Array) -> Cache:
-  """Returns some rows of the cache."""
-  return tuple(
-    {name: x[:, slots_B] for name, x in stack.items()} for stack in cache
-  )
+  """Returns some rows of the cache.
+
+  Slices, because a TPU would copy the entire cache for a gather.
+  """
+
+  def take(x: jax.Array) -> jax.Array:
+    rows = [jax.lax.dynamic_index_in_dim(x, row, axis=1) for row in slots_B]
+    return jnp.concatenate(rows, axis=1)
+
+  return jax.tree.map(take, cache)

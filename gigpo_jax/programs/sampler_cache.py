@@ -5,6 +5,7 @@ and decides which row a request gets; this module moves and prefills them.
 """
 
 import collections
+import functools
 import itertools
 from collections.abc import Iterator, Sequence
 
@@ -20,6 +21,9 @@ from gigpo_jax.programs import sampler_programs
 _PREFILL_COST = 256
 # Consecutive steps with an oversized cache after which it shrinks.
 _SHRINK_AFTER = 4
+
+# Moves by the index of their row among the rows that move together.
+Batch = dict[int, prefix_cache.Move]
 
 
 class SlotCache:
@@ -65,6 +69,7 @@ class SlotCache:
     self._parked_size = num_parked, max_length
     self._prefill_sizes = prefill_sizes
     self._row_batch = prefill_sizes[-1][0]
+    self._shards = mesh_lib.batch_shards(mesh)
     self._chunk = chunk
     self.prefixes = prefix_cache.PrefixCache(
       num_slots,
@@ -85,6 +90,18 @@ class SlotCache:
     """Frees the memory."""
     self.slots: sampler_programs.Slots | None = None
     self._parked: sampler_programs.Slots | None = None
+
+  def moves(self) -> list[tuple[str, bool]]:
+    """Returns the programs that move rows: (name, whether rows stay in shards).
+
+    Chunks are prefilled in the shard of the slot, mostly from a row of it.
+    Whole prompts may be prefilled elsewhere, and few of them are copied.
+    """
+    if self._shards == 1:
+      return [('put', True), ('take', True)]
+    if self._chunk:
+      return [('put', True), ('take', True), ('take', False)]
+    return [('put', True), ('put', False), ('take', False)]
 
   def fill(self, params: dict, moves: list[prefix_cache.Move]) -> int:
     """Executes moves; returns the number of prefilled tokens with padding.
@@ -121,12 +138,13 @@ class SlotCache:
     ordered = sorted(moves, key=lambda move: -len(move.tokens))
     for batch in self._row_batches(ordered):
       rows = self._take(batch)
-      for first in range(0, len(batch[0].tokens), size):
+      longest = max(len(move.tokens) for move in batch.values())
+      for first in range(0, longest, size):
         tokens = np.zeros((self._row_batch, size), np.int32)
         # Positions past the end of a row are not written.
         starts = np.full(len(tokens), self._parked_size[1], np.int32)
         counts, agents = np.zeros_like(starts), _agents(batch, len(tokens))
-        for n, move in enumerate(batch):
+        for n, move in batch.items():
           chunk = move.tokens[first : first + size]
           if len(chunk):
             tokens[n, : len(chunk)], starts[n] = chunk, move.start + first
@@ -137,68 +155,115 @@ class SlotCache:
       self._put(rows, batch)
     return padded_tokens
 
-  def _row_batches(
-    self, moves: list[prefix_cache.Move]
-  ) -> Iterator[list[prefix_cache.Move]]:
+  def _row_batches(self, moves: list[prefix_cache.Move]) -> Iterator[Batch]:
     """Yields moves in batches whose rows move together, in their order."""
     groups = collections.defaultdict(list)
     for move in moves:
       is_parked = (move.source or 0) >= self._num_slots
       groups[is_parked, move.row >= self._num_slots].append(move)
-    size = self._row_batch
     for group in groups.values():
-      for start in range(0, len(group), size):
-        yield group[start : start + size]
+      yield from self._arrange(group, self._row_batch)
 
-  def _take(self, moves: list[prefix_cache.Move]) -> sampler_programs.Slots:
+  def _arrange(
+    self, moves: Sequence[prefix_cache.Move], count: int
+  ) -> Iterator[Batch]:
+    """Yields moves in batches of `count` rows, each in its target's shard."""
+    by_shard = collections.defaultdict(list)
+    for move in moves:
+      by_shard[self._shard(move.row)].append(move)
+    each = count // self._shards
+    for start in range(0, max(map(len, by_shard.values()), default=0), each):
+      yield {
+        shard * each + n: move
+        for shard, own in by_shard.items()
+        for n, move in enumerate(own[start : start + each])
+      }
+
+  def _shard(self, row: int) -> int:
+    """Returns the shard of a slot or of a parked row."""
+    if row < self._num_slots:
+      return row * self._shards // self.rows
+    return (row - self._num_slots) * self._shards // self._parked_size[0]
+
+  def _take(self, batch: Batch) -> sampler_programs.Slots:
     """Returns copies of the sources; moves without a source get any row."""
+    sources = {n: m.source for n, m in batch.items() if m.source is not None}
     first = self._num_slots
-    sources = [move.source or 0 for move in moves]
-    is_parked = sources[0] >= first
-    return self._programs.take(
-      self._parked if is_parked else self.slots,
-      self._indices([n - first * is_parked for n in sources], 0),
+    is_parked = any(source >= first for source in sources.values())
+    slots = self._parked if is_parked else self.slots
+    return self._take_rows(
+      slots, {n: source - first * is_parked for n, source in sources.items()}
     )
 
-  def _put(
-    self, rows: sampler_programs.Slots, moves: list[prefix_cache.Move]
-  ) -> None:
-    """Writes rows to the rows of moves."""
-    first, targets = self._num_slots, [move.row for move in moves]
-    if targets[0] < first:
-      indices = self._indices(targets, self.rows)
-      self.slots = self._programs.put(self.slots, rows, indices)
-      return
-    indices = self._indices([n - first for n in targets], self._parked_size[0])
-    self._parked = self._programs.put(self._parked, rows, indices)
+  def _take_rows(
+    self, slots: sampler_programs.Slots, sources: dict[int, int]
+  ) -> sampler_programs.Slots:
+    """Returns copies of rows of slots, at their indices; any row elsewhere."""
+    size = self._programs.size_of(slots)[0]
+    # Rows of each shard, so that nothing is exchanged for their sake.
+    shards = np.arange(self._row_batch) * self._shards // self._row_batch
+    indices = (shards * (size // self._shards)).astype(np.int32)
+    for n, source in sources.items():
+      indices[n] = source
+    is_own = (indices * self._shards // size == shards).all()
+    is_own = bool(is_own) and ('take', True) in self.moves()
+    return self._programs.take(slots, self._place(indices), is_own=is_own)
 
-  def _indices(self, rows: list[int], padding: int) -> jax.Array:
-    indices = np.full(self._row_batch, padding, np.int32)
-    indices[: len(rows)] = rows
-    return self._place(indices)
+  def _put(self, rows: sampler_programs.Slots, batch: Batch) -> None:
+    """Writes rows to the rows of moves."""
+    first = self._num_slots
+    is_parked = any(move.row >= first for move in batch.values())
+    size = self._parked_size[0] if is_parked else self.rows
+    indices = np.full(self._row_batch, size, np.int32)
+    for n, move in batch.items():
+      indices[n] = move.row - first * is_parked
+    is_own = all(
+      self._shard(move.row) == n * self._shards // self._row_batch
+      for n, move in batch.items()
+    )
+    put = functools.partial(self._programs.put, is_own=is_own)
+    if is_parked:
+      self._parked = put(self._parked, rows, self._place(indices))
+    else:
+      self.slots = put(self.slots, rows, self._place(indices))
 
   def _prefill_batches(
     self, moves: list[prefix_cache.Move]
-  ) -> Iterator[tuple[list[prefix_cache.Move], tuple[int, int]]]:
-    """Yields prompts to prefill together, and the size of the prefill."""
+  ) -> Iterator[tuple[Batch, tuple[int, int]]]:
+    """Yields prompts to prefill together, and the size of the prefill.
+
+    The prompts are prefilled in the shards of their slots, if this needs no
+    more prefills.
+    """
     ordered = sorted(moves, key=lambda move: len(move.tokens))
     lengths = [len(move.tokens) for move in ordered]
-    start = 0
+    by_size, start = collections.defaultdict(list), 0
     for stop, size in plan_batches(lengths, self._prefill_sizes):
-      yield ordered[start:stop], size
+      by_size[size].append(ordered[start:stop])
       start = stop
+    for size, planned in by_size.items():
+      batches = [dict(enumerate(batch)) for batch in planned]
+      if self._shards > 1:
+        together = list(itertools.chain.from_iterable(planned))
+        arranged = list(self._arrange(together, size[0]))
+        batches = arranged if len(arranged) <= len(batches) else batches
+      for batch in batches:
+        yield batch, size
 
   def _prefill_prompts(
-    self, params: dict, batch: list[prefix_cache.Move], size: tuple[int, int]
+    self, params: dict, batch: Batch, size: tuple[int, int]
   ) -> int:
     """Prefills whole prompts; returns their number of tokens with padding."""
     tokens = np.zeros(size, np.int32)
     counts = np.zeros(len(tokens), np.int32)
-    for n, move in enumerate(batch):
+    for n, move in batch.items():
       tokens[n, : len(move.tokens)] = move.tokens
       counts[n] = move.count
     inputs = map(self._place, (tokens, counts, _agents(batch, len(tokens))))
-    self._put(self._programs.prefill(params, *inputs), batch)
+    rows = self._programs.prefill(params, *inputs)
+    # The rows of each shard come first among its rows that move together.
+    each, own = self._row_batch // self._shards, size[0] // self._shards
+    self._put(rows, {n // own * each + n % own: m for n, m in batch.items()})
     return tokens.size
 
   def decode(
@@ -258,18 +323,18 @@ class SlotCache:
     held = [n for n in self.prefixes.drop(rows, length) if n < self.rows]
     old = self.slots
     self.allocate(rows, length)
-    size = self._row_batch
-    for start in range(0, len(held), size):
-      batch = held[start : start + size]
-      moved = self._programs.take(old, self._indices(batch, 0))
-      indices = self._indices(batch, self.rows)
-      self.slots = self._programs.put(self.slots, moved, indices)
+    nothing = np.zeros(0, np.int32)
+    moves = [prefix_cache.Move(n, n, 0, nothing, 0) for n in held]
+    for batch in self._arrange(moves, self._row_batch):
+      sources = {n: move.row for n, move in batch.items()}
+      self._put(self._take_rows(old, sources), batch)
 
 
-def _agents(moves: list[prefix_cache.Move], count: int) -> np.ndarray:
+def _agents(batch: Batch, count: int) -> np.ndarray:
   """Returns the agent of each move, padded to `count`."""
   agents = np.zeros(count, np.int32)
-  agents[: len(moves)] = [move.agent for move in moves]
+  for n, move in batch.items():
+    agents[n] = move.agent
   return agents
 
 

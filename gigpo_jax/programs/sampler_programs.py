@@ -24,7 +24,7 @@ from gigpo_jax.models import (
   quantization,
   qwen,
 )
-from gigpo_jax.programs import sampler_weights
+from gigpo_jax.programs import sampler_rows, sampler_weights
 from gigpo_jax.runtime import compilation, distributed
 
 # Inputs of a step for each slot, besides the stream and the text for drafts,
@@ -44,8 +44,7 @@ STATE = ('active', 'token', 'position', 'count', 'previous')
 # Integers of a stream.
 STREAM_SIZE = 5
 
-# Keys and values, and the fields of STATE, [B, X].
-Slots = tuple[kv_cache.Cache, jax.Array]
+Slots = sampler_rows.Slots
 
 
 @dataclasses.dataclass(frozen=True)
@@ -170,8 +169,14 @@ class Programs:
     self._blocks = on_cpu and mesh.size > 1
     self._prefill = self._jit(_prefill, config, self._row_size)
     self._extend = self._jit(_extend, config, donate_argnums=6)
-    self._take = self._jit(_take, self._row_size)
-    self._put = self._jit(_put, donate_argnums=0)
+    self._take = {
+      is_own: self._jit(sampler_rows.take, self._row_size, is_own)
+      for is_own in (True, False)
+    }
+    self._put = {
+      is_own: self._jit(sampler_rows.put, is_own, donate_argnums=1)
+      for is_own in (True, False)
+    }
     stepped = self._slot_formats, mesh_lib.replicated_sharding(mesh)
     self._decode = {
       truncated: self._jit(
@@ -189,12 +194,18 @@ class Programs:
     )
 
   def _new(self, rows: int, length: int) -> _Function:
-    return self._jit(_new_slots, self.model, rows, length)
+    return self._jit(
+      sampler_rows.new_slots, self.model, len(STATE), rows, length
+    )
 
   @property
   def compilations(self) -> int:
     """Returns the number of programs compiled so far."""
     return self.prepare._cache_size() + len(self._table)
+
+  def size_of(self, slots: Slots) -> tuple[int, int]:
+    """Returns the number of rows of slots, and their length."""
+    return sampler_rows.size_of(slots)
 
   def _run(self, key: tuple, function: _Function, *args: Any) -> Any:
     lower = functools.partial(function.lower, *args)
@@ -250,19 +261,30 @@ class Programs:
     chunk = tokens_RL, starts_R, counts_R, agents_R
     return self._run(key, self._extend, params, *chunk, rows)
 
-  def take(self, slots: Slots, indices: jax.Array) -> Slots:
-    """Returns a copy of some rows."""
-    return self._run(('take', *_size(slots)), self._take, slots, indices)
+  def take(self, slots: Slots, indices: jax.Array, *, is_own: bool) -> Slots:
+    """Returns a copy of some rows.
 
-  def put(self, slots: Slots, rows: Slots, indices: jax.Array) -> Slots:
+    Args:
+      slots: the slots.
+      indices: indices of the rows.
+      is_own: whether each row stays in its shard, see `sampler_rows`.
+    """
+    key = ('take', *self.size_of(slots), is_own)
+    return self._run(key, self._take[is_own], slots, indices)
+
+  def put(
+    self, slots: Slots, rows: Slots, indices: jax.Array, *, is_own: bool
+  ) -> Slots:
     """Writes rows into slots; donates the slots.
 
     Args:
       slots: the slots.
       rows: the rows; positions beyond the length of the slots are dropped.
       indices: the slot of each row; rows for slots past the end are dropped.
+      is_own: whether each row stays in its shard, see `sampler_rows`.
     """
-    return self._run(('put', *_size(slots)), self._put, slots, rows, indices)
+    key = ('put', *self.size_of(slots), is_own)
+    return self._run(key, self._put[is_own], slots, rows, indices)
 
   def decode(
     self,
@@ -274,7 +296,7 @@ class Programs:
   ) -> tuple[Slots, tuple[jax.Array, ...]]:
     """Decodes a step; see `_decode`. Donates the slots."""
     return self._run(
-      ('decode', *_size(slots), truncated),
+      ('decode', *self.size_of(slots), truncated),
       self._decode[truncated],
       params,
       slots,
@@ -330,7 +352,7 @@ class Programs:
       name: 'new', 'prefill', 'extend', 'take', 'put' or 'decode'.
       rows: slots, or prompts of a prefill.
       length: length of a slot, of the prompts or of a chunk.
-      *static: `truncated` of 'decode'.
+      *static: `truncated` of 'decode', `is_own` of 'take' and 'put'.
     """
     sharding = mesh_lib.batch_sharding(self._mesh)
 
@@ -338,7 +360,9 @@ class Programs:
       return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
 
     def shapes(rows: int, length: int) -> Slots:
-      new = functools.partial(_new_slots, self.model, rows, length)
+      new = functools.partial(
+        sampler_rows.new_slots, self.model, len(STATE), rows, length
+      )
       return mesh_lib.with_shardings(jax.eval_shape(new), self._slot_formats)
 
     indices = array(self._row_size[0])
@@ -353,9 +377,9 @@ class Programs:
         chunk = array(rows, length), *[array(rows)] * 3
         return self._extend.lower(prepared, *chunk, taken)
       if name == 'take':
-        return self._take.lower(shapes(rows, length), indices)
+        return self._take[static[0]].lower(shapes(rows, length), indices)
       if name == 'put':
-        return self._put.lower(
+        return self._put[static[0]].lower(
           shapes(rows, length), shapes(*self._row_size), indices
         )
       return self._decode[static[0]].lower(
@@ -364,25 +388,6 @@ class Programs:
         array(rows, self._num_integers),
         array(rows, len(FLOATS), dtype='float32'),
       )
-
-
-def _size(slots: Slots) -> tuple[int, int]:
-  """Returns the number of rows of slots, and their length."""
-  cache, state_BX = slots
-  return state_BX.shape[0], kv_cache.slots(cache)
-
-
-def _new_slots(config: qwen.QwenConfig, rows: int, length: int) -> Slots:
-  state_BX = jnp.zeros((rows, len(STATE)), jnp.int32)
-  return kv_cache.new(config, rows, length), state_BX
-
-
-def _resize(slots: Slots, rows: int, length: int) -> Slots:
-  """Pads or truncates slots."""
-  cache, state_BX = slots
-  padding = max(0, rows - state_BX.shape[0])
-  state_BX = jnp.pad(state_BX[:rows], ((0, padding), (0, 0)))
-  return kv_cache.resize(cache, rows, length), state_BX
 
 
 def _prefill(
@@ -397,7 +402,7 @@ def _prefill(
     config, params, tokens_RP, _used(config, agents_R), counts_B=counts_R
   )
   state_RX = jnp.zeros((tokens_RP.shape[0], len(STATE)), jnp.int32)
-  return _resize((cache, state_RX), *row_size)
+  return sampler_rows.resize((cache, state_RX), *row_size)
 
 
 def _extend(
@@ -426,20 +431,6 @@ def _extend(
 def _used(config: qwen.QwenConfig, agents_R: jax.Array) -> jax.Array | None:
   """Returns agents if they have adapters of their own, else None."""
   return agents_R if config.adapters and config.adapters.agents else None
-
-
-def _take(
-  row_size: tuple[int, int], slots: Slots, indices_R: jax.Array
-) -> Slots:
-  cache, state_BX = slots
-  rows = kv_cache.take_rows(cache, indices_R), state_BX[indices_R]
-  return _resize(rows, *row_size)
-
-
-def _put(slots: Slots, rows: Slots, indices_R: jax.Array) -> Slots:
-  (cache, state_BX), (new_rows, new_RX) = slots, rows
-  state_BX = state_BX.at[indices_R].set(new_RX, mode='drop')
-  return kv_cache.insert(cache, new_rows, indices_R), state_BX
 
 
 def _decode(

@@ -1,0 +1,127 @@
+"""Tests of what devices exchange when rows of the sampler's cache move."""
+
+import collections
+import functools
+
+import jax
+import numpy as np
+import pytest
+import tiny_sampler
+from tiny_sampler import CONFIG
+
+from gigpo_jax import mesh as mesh_lib
+from gigpo_jax import sampler
+from gigpo_jax.models import parameters
+from gigpo_jax.tools import hlo
+
+SHARDS, SLOTS, LENGTH = 4, 16, 28
+# Rows that move together, and the bytes of their keys and values.
+ROWS = 4 * SHARDS
+BYTES = 2 * CONFIG.num_layers * ROWS * LENGTH * 2 * CONFIG.head_dim * 4
+
+
+@pytest.fixture(name='params', scope='module')
+def fixture_params():
+  return tiny_sampler.params()
+
+
+def _engine(**kwargs) -> sampler.Sampler:
+  mesh = mesh_lib.make_mesh(1, -1, 1, devices=jax.devices()[:SHARDS])
+  return sampler.Sampler(
+    CONFIG,
+    mesh,
+    seed=0,
+    prompt_buckets=(16,),
+    batch_buckets=(SLOTS,),
+    max_completion_tokens=12,
+    stop_ids=(7,),
+    vocab_size=30,
+    **kwargs,
+  )
+
+
+def _received(engine: sampler.Sampler, params: dict) -> dict[tuple, float]:
+  """Returns the bytes that a device receives, by program."""
+  shapes = jax.tree.map(
+    lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params
+  )
+  return {
+    key: sum(hlo.exchange_bytes(lower().compile().as_text()).values())
+    for key, lower in engine.lowerings(shapes, {}).items()
+    if key[0] in ('put', 'take', 'extend', 'prefill')
+  }
+
+
+def test_only_rows_that_change_the_shard_are_exchanged(params):
+  received = _received(_engine(), params)
+  size = SLOTS, LENGTH
+  assert received['put', *size, True] == 0
+  # The rows of the other shards, once, with their state.
+  taken = received['take', *size, False]
+  assert BYTES * (1 - 1 / SHARDS) <= taken < 1.01 * BYTES
+  # Prefills of one and of four rows per shard.
+  prefills = [x for key, x in received.items() if key[0] == 'prefill']
+  assert len(prefills) > 1
+  assert not any(prefills)
+
+
+def test_conversations_exchange_nothing(params):
+  received = _received(_engine(reuse='prompts', parked=4), params)
+  assert received['take', SLOTS, LENGTH, True] == 0
+  # Rows are put from their own shard.
+  assert not any(key[0] == 'put' and not key[-1] for key in received)
+  assert not any(x for key, x in received.items() if key[-1] is not False)
+
+
+@pytest.mark.parametrize('draft_tokens', [0, 3])
+def test_a_step_exchanges_its_outputs_only(params, draft_tokens):
+  engine = _engine(draft_tokens=draft_tokens)
+  (decode,) = [
+    lower
+    for key, lower in engine.lowerings(params, {}).items()
+    if key[0] == 'decode'
+  ]
+  text = decode().compile().as_text()
+  # Three arrays [K, L, B], one [K, B] and one [B]; and whether any is active.
+  outputs = 8 * SLOTS * (3 * (1 + draft_tokens) + 1) * 4 + SLOTS
+  exchanged = sum(hlo.exchange_bytes(text).values())
+  assert exchanged < outputs * (1 - 1 / SHARDS) + 200
+
+
+@pytest.mark.parametrize('reuse', ['none', 'prompts'])
+def test_rows_stay_in_their_shards_where_they_can(params, reuse, monkeypatch):
+  engine = _engine(reuse=reuse)
+  requests = [
+    sampler.Request(np.arange(5 + n % 7, dtype=np.int32) + n, (0, 0, 0, n, 0))
+    for n in range(SLOTS)
+  ]
+  moved, programs = collections.Counter(), engine._programs
+
+  def count(move, *args, is_own):
+    moved[move.__name__, is_own] += 1
+    return move(*args, is_own=is_own)
+
+  for move in (programs.take, programs.put):
+    counting = functools.partial(count, move)
+    monkeypatch.setattr(programs, move.__name__, counting)
+  alone = sampler.Sampler(
+    CONFIG,
+    mesh_lib.make_mesh(1, 1, 1, devices=jax.devices()[:1]),
+    seed=0,
+    prompt_buckets=(16,),
+    batch_buckets=(SLOTS,),
+    max_completion_tokens=12,
+    stop_ids=(7,),
+    vocab_size=30,
+    reuse=reuse,
+  )
+  expected = alone.generate(params, requests)
+  placed = jax.device_put(
+    params,
+    mesh_lib.shardings(engine._mesh, parameters.logical_axes(CONFIG)),
+  )
+  for a, b in zip(engine.generate(placed, requests), expected, strict=True):
+    np.testing.assert_array_equal(a.ids, b.ids)
+  # All slots at once: four prompts for each shard.
+  assert moved['put', True] == 1
+  assert not any(not is_own for _, is_own in moved)
