@@ -1,6 +1,9 @@
 """Tests of the decoder: parity with transformers, and internal consistency."""
 
 import dataclasses
+import functools
+import math
+import re
 
 import jax
 import jax.numpy as jnp
@@ -492,6 +495,23 @@ def test_bfloat16_weights_are_quantized_in_float32():
     largest = np.abs(exact).max(axis=1, keepdims=True)
     np.testing.assert_allclose(127 * scale, largest, rtol=1e-6)
     assert (np.abs(quantized[name] * scale - exact) <= 0.5001 * scale).all()
+
+
+@pytest.mark.parametrize('tied', [True, False])
+def test_quantized_matrices_are_scaled_after_the_product(tied):
+  # A GPU would write scaled matrices to memory in each step.
+  half = dataclasses.replace(TINY, dtype='bfloat16', tie_embeddings=tied)
+  quantized = quantization.quantize(half, _params(half))
+  quantized = parameters.unstack_layers(half, quantized)
+  cache = kv_cache.new(half, 2, 16)
+  decode = jax.jit(functools.partial(qwen.decode, half))
+  zeros = jnp.zeros((2, 1), jnp.int32)
+  text = decode.lower(quantized, cache, zeros, zeros).as_text()
+  results = re.findall(r'stablehlo.multiply .*: tensor<([\dx]+)xb?f\d+>', text)
+  sizes = {math.prod(map(int, shape.split('x'))) for shape in results}
+  matrices = [x for x in jax.tree.leaves(quantized) if x.dtype == jnp.int8]
+  assert len(matrices) > 6 and sizes
+  assert not sizes & {x.size for x in matrices}
 
 
 def test_inference_computes_in_the_compute_type():

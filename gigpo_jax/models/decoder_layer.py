@@ -34,14 +34,15 @@ class _Arrays(nn.Module):
 
   @nn.compact
   def __call__(self, dtype: jnp.dtype) -> dict[str, jax.Array]:
-    return {
-      name: quantization.dequantize(
-        self.param(name, nn.initializers.zeros, shape, jnp.float32),
-        self.get_variable('params', name + quantization.SCALE),
-        dtype,
-      )
-      for name, (shape, _) in self.table.items()
-    }
+    """Returns the arrays in a type, and the scales of quantized matrices."""
+    arrays = {}
+    for name, (shape, _) in self.table.items():
+      array = self.param(name, nn.initializers.zeros, shape, jnp.float32)
+      arrays[name] = array.astype(dtype)
+      scale = self.get_variable('params', name + quantization.SCALE)
+      if scale is not None:
+        arrays[name + quantization.SCALE] = scale
+    return arrays
 
 
 def _multiply(w: dict, name: str, x_BLI: jax.Array) -> jax.Array:
@@ -54,7 +55,11 @@ def _multiply(w: dict, name: str, x_BLI: jax.Array) -> jax.Array:
   b, length, width = x_BLI.shape
   # Output dimensions: the last for 'o', all but the first for the others.
   outer = w[name].shape[-1:] if name == 'o' else w[name].shape[1:]
-  y_NO = x_BLI.reshape(b * length, width) @ w[name].reshape(width, -1)
+  y_NO = quantization.matmul(
+    x_BLI.reshape(b * length, width),
+    w[name].reshape(width, -1),
+    w.get(name + quantization.SCALE),
+  )
   return checkpoint_name(y_NO, 'matrix').reshape(b, length, *outer)
 
 
@@ -307,9 +312,10 @@ class Layer(nn.Module):
 
     if not c.num_experts:
       return apply_mlp(_Arrays(table['mlp'], name='mlp')(dtype))
+    w = _Arrays(table['experts'], name='experts')(dtype)
     y_BLD = experts.apply_experts(
       x_BLD,
-      _Arrays(table['experts'], name='experts')(dtype),
+      quantization.dequantize_all(w),
       per_token=c.experts_per_token,
       normalized=c.normalized_experts,
       adapters=c.adapters,

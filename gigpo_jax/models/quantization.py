@@ -78,6 +78,34 @@ def quantized_axes(config: QwenConfig) -> dict:
   )
 
 
+def matmul(
+  x_NI: jax.Array, matrix_IO: jax.Array, scale: jax.Array | None
+) -> jax.Array:
+  """Returns a product in the type of `x_NI`.
+
+  Columns are scaled after the product: a GPU would write a scaled matrix to
+  memory and read it again.
+
+  Args:
+    x_NI: rows.
+    matrix_IO: a matrix, cast to the compute type.
+    scale: the scales of its columns if it is quantized, else None.
+  """
+  if scale is None:
+    return x_NI @ matrix_IO
+  y_NO = jnp.matmul(x_NI, matrix_IO, preferred_element_type=jnp.float32)
+  return (y_NO * scale.reshape(-1)).astype(x_NI.dtype)
+
+
+def dequantize_all(arrays: dict[str, jax.Array]) -> dict[str, jax.Array]:
+  """Returns the arrays of a group, cast to the compute type, with scales."""
+  return {
+    name: dequantize(x, arrays.get(name + SCALE), x.dtype)
+    for name, x in arrays.items()
+    if not name.endswith(SCALE)
+  }
+
+
 def dequantize(
   array: jax.Array, scale: jax.Array | None, dtype: jnp.dtype
 ) -> jax.Array:

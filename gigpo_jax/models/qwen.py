@@ -250,18 +250,24 @@ def hidden_states(
 
 def logits(config: QwenConfig, params: dict, hidden: jax.Array) -> jax.Array:
   """Returns next-token logits, float32 [..., V], for hidden states [..., D]."""
-  return _logits(hidden, *_head_weights(config, params))
+  scale_V1 = params.get(_head_name(config) + quantization.SCALE)
+  result = _logits(hidden, *_head_weights(config, params))
+  return result if scale_V1 is None else result * scale_V1[:, 0]
+
+
+def _head_name(config: QwenConfig) -> str:
+  return 'embed' if config.tie_embeddings else 'unembed'
 
 
 def _head_weights(
   config: QwenConfig, params: dict
 ) -> tuple[jax.Array, jax.Array]:
-  """Returns the matrix of the vocabulary, in the compute type and as stored."""
-  name = 'embed' if config.tie_embeddings else 'unembed'
-  matrix_VD = quantization.dequantize(
-    params[name], params.get(name + quantization.SCALE), config.dtype
-  )
-  return matrix_VD, params[name]
+  """Returns the matrix of the vocabulary, in the compute type and as stored.
+
+  It is without scales, if it is quantized.
+  """
+  matrix_VD = params[_head_name(config)]
+  return matrix_VD.astype(config.dtype), matrix_VD
 
 
 def _logits(
