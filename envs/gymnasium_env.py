@@ -373,7 +373,10 @@ def _make(name: str | None, options: dict, observe: str) -> Any:
     return gymnasium.make(name, **options)
   except (gymnasium.error.Error, ImportError) as error:
     reason = ' '.join(str(error).split())
-    raise ValueError(f'env.id={name}: cannot be made: {reason}') from error
+    raise ValueError(
+      f'env.id={name}: cannot be made: {reason.rstrip(".")}; must be a '
+      'registered id, or module:id of a module that registers it'
+    ) from error
   except Exception as error:  # Constructors may raise anything.
     reason = ' '.join(str(error).split())
     raise ValueError(f'env.options={options}: {reason}') from error

@@ -617,6 +617,8 @@ def test_invalid_value_is_refused_in_one_line(field, value, accepted):
       '=0.0001: no such field; did you mean optimizer.learning_rate',
     ),
     ({'algorithm.step_wieght': 1.0}, 'no such field; did you mean .*_weight'),
+    # Only the section is similar to algorithm.name.
+    ({'algorithm.fade': 0.5}, 'no such field; must be one of configs/base.py'),
     ({'beta': 0.1}, '^beta=0.1: no such field; did you mean loss.kl_weight'),
     ({'lr': 0.1}, 'did you mean optimizer.learning_rate'),
     ({'groups': 4}, '^groups=4: no such field; did you mean rollout.groups'),

@@ -436,6 +436,7 @@ def test_an_invalid_response_does_nothing(response):
     ({'id': None}, 'env.id=None: must name an environment'),
     ({'id': 'Nowhere-v1'}, 'env.id=Nowhere-v1: cannot be made: .*Nowhere'),
     ({'id': 'no_module:X-v1'}, 'env.id=no_module:X-v1: cannot be made'),
+    ({'id': 'mine/X-v1'}, 'mine not found.*; must be a registered id, or modu'),
     ({'options': {'depth': 3}}, "env.options={'depth': 3}: .*unexpected"),
     ({'actions': ('a', 'b')}, 'env.actions=.*must be 4 different names'),
     ({'actions': ('Left', 'b', 'c', 'd')}, 'in lower case'),

@@ -252,7 +252,12 @@ def near(name: str, config: ml_collections.ConfigDict) -> list[str]:
   names = other_trainers.FIELDS
   meant = [names[last]] if last in names else []
   meant += [x for x in fields if x.rpartition('.')[2] == last]
-  return meant or difflib.get_close_matches(name, fields, cutoff=0.85)
+  # A long section, such as `algorithm`, makes all of its fields similar.
+  return meant or [
+    field
+    for field in difflib.get_close_matches(name, fields, cutoff=0.85)
+    if difflib.get_close_matches(last, [field.rpartition('.')[2]])
+  ]
 
 
 def suggest(field: str, config: ml_collections.ConfigDict) -> str:
