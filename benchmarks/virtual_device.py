@@ -189,17 +189,30 @@ class Programs:
     self._clock.dispatch('prefill', secs)
     return rows
 
-  def take(self, slots: Slots, indices: np.ndarray) -> np.ndarray:
+  def size_of(self, slots: Slots) -> tuple[int, int]:
+    """Returns the number of rows of slots, and their length."""
+    return slots[0]
+
+  def take(
+    self, slots: Slots, indices: np.ndarray, *, is_own: bool
+  ) -> np.ndarray:
     """Returns the state of some rows; the time includes that of `put`."""
+    del is_own
     (_, length), state_BX = slots
     indices = np.asarray(indices)
     self._clock.dispatch('copy', 2 * self._costs.copy(len(indices), length))
     return np.asarray(state_BX)[indices]
 
   def put(
-    self, slots: Slots, rows: np.ndarray | None, indices: np.ndarray
+    self,
+    slots: Slots,
+    rows: np.ndarray | None,
+    indices: np.ndarray,
+    *,
+    is_own: bool,
   ) -> Slots:
     """Returns the slots with the state of rows; None: of prefilled prompts."""
+    del is_own
     size, state_BX = slots
     state_BX, indices = np.array(state_BX), np.asarray(indices)
     kept = indices < len(state_BX)

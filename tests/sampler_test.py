@@ -13,7 +13,7 @@ from tiny_sampler import CONFIG
 from configs import alfworld
 from gigpo_jax import builders, sampler
 from gigpo_jax import mesh as mesh_lib
-from gigpo_jax.models import lora, parameters, quantization
+from gigpo_jax.models import kv_cache, lora, parameters, quantization
 from gigpo_jax.programs import sampler_cache, sampler_programs
 from gigpo_jax.run import model_builders
 from gigpo_jax.tools import tpu_compile
@@ -292,6 +292,28 @@ def test_cache_layout_on_a_tpu(monkeypatch, tensor):
   assert order == {1: (0, 1, 4, 2, 3), 2: (2, 0, 1, 4, 3)}[tensor]
   order = formats['v'].layout.major_to_minor
   assert order == {1: (0, 1, 3, 2, 4), 2: (2, 0, 1, 3, 4)}[tensor]
+
+
+@pytest.mark.parametrize(
+  ('heads', 'order'), [(1, (0, 1, 2, 4, 3)), (2, (0, 1, 2, 4, 3)), (4, None)]
+)
+def test_a_tpu_pads_no_heads_of_an_int8_cache(monkeypatch, heads, order):
+  monkeypatch.setattr(mesh_lib, 'on_tpu', lambda _: True)
+  cache = {'k': jax.ShapeDtypeStruct((2, 4, heads, 8, 16), np.int8)}
+  mesh = mesh_lib.make_mesh(1, 1, 1, devices=jax.devices()[:1])
+  layout = mesh_lib.cache_formats(mesh, cache)['k'].layout
+  assert layout.major_to_minor == (order or (0, 1, 4, 2, 3))
+  # Heads that are apart are written one by one.
+  rng = np.random.default_rng(heads)
+  tokens = rng.integers(-127, 128, (4, 3, heads, 8)).astype(np.int8)
+  slots = np.arange(3) + np.arange(4)[:, None]
+  empty = np.zeros((2, 4, heads, 8, 16), np.int8)
+  together, apart = (
+    kv_cache._put_heads(4, by_head, jax.numpy.asarray(empty), 1, slots, tokens)
+    for by_head in (False, True)
+  )
+  np.testing.assert_array_equal(together, apart)
+  assert np.count_nonzero(together) == np.count_nonzero(tokens)
 
 
 # Slow: jaxlib sometimes crashes on a CPU while it runs such programs.

@@ -274,6 +274,25 @@ def _put_tokens(
     slots_BL: slots to write in each row.
     tokens_BLK: the new values, [B, L, K] or [B, L, K, E].
   """
+  heads = tokens_BLK.shape[2]
+  if not by_head and mesh.heads_are_padded(heads, cache.dtype):
+    put = functools.partial(_put_heads, dimension)
+    apart, together = (functools.partial(put, x) for x in (True, False))
+    return jax.lax.platform_dependent(
+      cache, layer, slots_BL, tokens_BLK, tpu=apart, default=together
+    )
+  return _put_heads(dimension, by_head, cache, layer, slots_BL, tokens_BLK)
+
+
+def _put_heads(
+  dimension: int,
+  by_head: bool,
+  cache: jax.Array,
+  layer: jax.Array,
+  slots_BL: jax.Array,
+  tokens_BLK: jax.Array,
+) -> jax.Array:
+  """Writes the heads of tokens together or one by one; see `_put_tokens`."""
   # All tokens of all rows, in one list.
   slots_T, each = slots_BL.reshape(-1), slice(None)
   tokens_TK = tokens_BLK.reshape(-1, *tokens_BLK.shape[2:])
