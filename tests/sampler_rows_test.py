@@ -52,13 +52,12 @@ def _received(engine: sampler.Sampler, params: dict) -> dict[tuple, float]:
   }
 
 
-def test_only_rows_that_change_the_shard_are_exchanged(params):
+def test_rows_of_other_shards_are_received_once(params):
   received = _received(_engine(), params)
-  size = SLOTS, LENGTH
-  assert received['put', *size, True] == 0
-  # The rows of the other shards, once, with their state.
-  taken = received['take', *size, False]
-  assert BYTES * (1 - 1 / SHARDS) <= taken < 1.01 * BYTES
+  for move in ('put', 'take'):
+    # With their state.
+    rows = received[move, SLOTS, LENGTH, False]
+    assert BYTES * (1 - 1 / SHARDS) <= rows < 1.01 * BYTES, move
   # Prefills of one and of four rows per shard.
   prefills = [x for key, x in received.items() if key[0] == 'prefill']
   assert len(prefills) > 1
@@ -89,7 +88,7 @@ def test_a_step_exchanges_its_outputs_only(params, draft_tokens):
 
 
 @pytest.mark.parametrize('reuse', ['none', 'prompts'])
-def test_rows_stay_in_their_shards_where_they_can(params, reuse, monkeypatch):
+def test_rows_of_conversations_stay_in_their_shards(params, reuse, monkeypatch):
   engine = _engine(reuse=reuse)
   requests = [
     sampler.Request(np.arange(5 + n % 7, dtype=np.int32) + n, (0, 0, 0, n, 0))
@@ -123,5 +122,5 @@ def test_rows_stay_in_their_shards_where_they_can(params, reuse, monkeypatch):
   for a, b in zip(engine.generate(placed, requests), expected, strict=True):
     np.testing.assert_array_equal(a.ids, b.ids)
   # All slots at once: four prompts for each shard.
-  assert moved['put', True] == 1
-  assert not any(not is_own for _, is_own in moved)
+  assert moved['put', reuse == 'prompts'] == 1
+  assert {is_own for _, is_own in moved} == {reuse == 'prompts'}

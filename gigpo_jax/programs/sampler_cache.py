@@ -5,7 +5,6 @@ and decides which row a request gets; this module moves and prefills them.
 """
 
 import collections
-import functools
 import itertools
 from collections.abc import Iterator, Sequence
 
@@ -95,13 +94,14 @@ class SlotCache:
     """Returns the programs that move rows: (name, whether rows stay in shards).
 
     Chunks are prefilled in the shard of the slot, mostly from a row of it.
-    Whole prompts may be prefilled elsewhere, and few of them are copied.
+    Whole prompts are prefilled in any shard; a program for those of the slot's
+    would have to be compiled for each size of the cache.
     """
     if self._shards == 1:
       return [('put', True), ('take', True)]
     if self._chunk:
       return [('put', True), ('take', True), ('take', False)]
-    return [('put', True), ('put', False), ('take', False)]
+    return [('put', False), ('take', False)]
 
   def fill(self, params: dict, moves: list[prefix_cache.Move]) -> int:
     """Executes moves; returns the number of prefilled tokens with padding.
@@ -162,16 +162,14 @@ class SlotCache:
       is_parked = (move.source or 0) >= self._num_slots
       groups[is_parked, move.row >= self._num_slots].append(move)
     for group in groups.values():
-      yield from self._arrange(group, self._row_batch)
+      yield from self._arrange(group)
 
-  def _arrange(
-    self, moves: Sequence[prefix_cache.Move], count: int
-  ) -> Iterator[Batch]:
-    """Yields moves in batches of `count` rows, each in its target's shard."""
+  def _arrange(self, moves: Sequence[prefix_cache.Move]) -> Iterator[Batch]:
+    """Yields moves in batches, in which each row is in its target's shard."""
     by_shard = collections.defaultdict(list)
     for move in moves:
       by_shard[self._shard(move.row)].append(move)
-    each = count // self._shards
+    each = self._row_batch // self._shards
     for start in range(0, max(map(len, by_shard.values()), default=0), each):
       yield {
         shard * each + n: move
@@ -217,38 +215,24 @@ class SlotCache:
     indices = np.full(self._row_batch, size, np.int32)
     for n, move in batch.items():
       indices[n] = move.row - first * is_parked
-    is_own = all(
-      self._shard(move.row) == n * self._shards // self._row_batch
-      for n, move in batch.items()
-    )
-    put = functools.partial(self._programs.put, is_own=is_own)
+    is_own = ('put', True) in self.moves()
+    slots = self._parked if is_parked else self.slots
+    slots = self._programs.put(slots, rows, self._place(indices), is_own=is_own)
     if is_parked:
-      self._parked = put(self._parked, rows, self._place(indices))
+      self._parked = slots
     else:
-      self.slots = put(self.slots, rows, self._place(indices))
+      self.slots = slots
 
   def _prefill_batches(
     self, moves: list[prefix_cache.Move]
   ) -> Iterator[tuple[Batch, tuple[int, int]]]:
-    """Yields prompts to prefill together, and the size of the prefill.
-
-    The prompts are prefilled in the shards of their slots, if this needs no
-    more prefills.
-    """
+    """Yields prompts to prefill together, and the size of the prefill."""
     ordered = sorted(moves, key=lambda move: len(move.tokens))
     lengths = [len(move.tokens) for move in ordered]
-    by_size, start = collections.defaultdict(list), 0
+    start = 0
     for stop, size in plan_batches(lengths, self._prefill_sizes):
-      by_size[size].append(ordered[start:stop])
+      yield dict(enumerate(ordered[start:stop])), size
       start = stop
-    for size, planned in by_size.items():
-      batches = [dict(enumerate(batch)) for batch in planned]
-      if self._shards > 1:
-        together = list(itertools.chain.from_iterable(planned))
-        arranged = list(self._arrange(together, size[0]))
-        batches = arranged if len(arranged) <= len(batches) else batches
-      for batch in batches:
-        yield batch, size
 
   def _prefill_prompts(
     self, params: dict, batch: Batch, size: tuple[int, int]
@@ -325,7 +309,7 @@ class SlotCache:
     self.allocate(rows, length)
     nothing = np.zeros(0, np.int32)
     moves = [prefix_cache.Move(n, n, 0, nothing, 0) for n in held]
-    for batch in self._arrange(moves, self._row_batch):
+    for batch in self._arrange(moves):
       sources = {n: move.row for n, move in batch.items()}
       self._put(self._take_rows(old, sources), batch)
 
