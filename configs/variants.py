@@ -317,11 +317,14 @@ def use_sampo(config: ml_collections.ConfigDict) -> None:
 
 
 def use_adapters(config: ml_collections.ConfigDict) -> None:
-  """Trains low-rank adapters at ten times the learning rate."""
+  """Trains low-rank adapters at a multiple of the learning rate."""
   config.lora.rank = 32
   # Merged into bfloat16 matrices, small adapters would be rounded away.
   config.rollout.weights = 'adapters'
-  config.optimizer.learning_rate *= 10
+  # The policies in float32 are tiny: rank 32 is a quarter of their width or
+  # more. At ten times the rate, two agents diverge (docs/environment.md).
+  tiny = config.model.dtype == 'float32'
+  config.optimizer.learning_rate *= 3 if tiny else 10
 
 
 def use_conversation(config: ml_collections.ConfigDict) -> None:

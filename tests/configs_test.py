@@ -290,7 +290,7 @@ def test_the_slippery_lake_and_full_rooms_are_minis_of_their_own(monkeypatch):
     (alfworld, ',ppo', 7.5e-5),
     (alfworld, ',sampo', 7.5e-5),
     (alfworld, ',sampo,hgpo', 7.5e-5),
-    (alfworld, ',lora', 1.5e-3),
+    (alfworld, ',lora', 4.5e-4),
     (webshop, '', 7.5e-5),
     (webshop, ',grpo', 7.5e-5),
     (webshop, ',ppo', 1.5e-4),
