@@ -124,3 +124,48 @@ def test_rows_of_conversations_stay_in_their_shards(params, reuse, monkeypatch):
   # All slots at once: four prompts for each shard.
   assert moved['put', reuse == 'prompts'] == 1
   assert {is_own for _, is_own in moved} == {reuse == 'prompts'}
+
+
+@pytest.mark.parametrize('size', [8, 16, 32])
+@pytest.mark.parametrize('is_own', [True, False])
+def test_moved_rows_equal_those_of_numpy(is_own, size):
+  engine, rng = _engine(), np.random.default_rng(size)
+  programs, place = engine._programs, engine._cache._place
+
+  def fill(slots):
+    def values(x):
+      return rng.integers(1, 99, x.shape).astype(x.dtype)
+
+    return jax.tree.map(lambda x: jax.device_put(values(x), x.sharding), slots)
+
+  # Rows 0, 4, 8 and 12 are the first of a shard each.
+  first = np.arange(ROWS) // 4 * (size // SHARDS) if is_own else 0
+  count = size // SHARDS if is_own else size
+  sources = (first + rng.integers(count, size=ROWS)).astype(np.int32)
+  # Two targets of each shard, and padding.
+  targets = np.full(ROWS, size, np.int32)
+  targets[1::4] = np.arange(SHARDS) * (size // SHARDS)
+  targets[2::4] = targets[1::4] + 1
+  if not is_own:
+    targets = rng.permutation(targets)
+
+  slots = fill(programs.new_slots(size, LENGTH))
+  rows = programs.take(slots, place(sources), is_own=is_own)
+  cache, state = jax.device_get(slots)
+  taken, taken_state = jax.device_get(rows)
+  np.testing.assert_array_equal(taken_state, state[sources])
+  for old, new in zip(
+    jax.tree.leaves(cache), jax.tree.leaves(taken), strict=True
+  ):
+    np.testing.assert_array_equal(new, old[:, sources])
+
+  other = fill(programs.new_slots(size, LENGTH))
+  kept = targets < size
+  cache, state = jax.tree.map(np.array, jax.device_get(other))
+  changed = programs.put(other, rows, place(targets), is_own=is_own)
+  state[targets[kept]] = taken_state[kept]
+  for x, moved in zip(
+    jax.tree.leaves(cache), jax.tree.leaves(taken), strict=True
+  ):
+    x[:, targets[kept]] = moved[:, kept]
+  jax.tree.map(np.testing.assert_array_equal, changed, (cache, state))

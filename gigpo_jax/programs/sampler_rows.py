@@ -110,28 +110,33 @@ def put(is_own: bool, slots: Slots, rows: Slots, indices_R: jax.Array) -> Slots:
     indices_R: the slot of each row; rows for slots past the end are dropped.
   """
   (cache, state_BX), (new_rows, new_RX) = slots, rows
-
-  def insert(cache, new_rows, indices_R):
-    return kv_cache.insert(cache, new_rows, indices_R - first())
-
-  def insert_state(state_BX, new_RX, indices_R):
-    return state_BX.at[indices_R - first()].set(new_RX, mode='drop')
-
   if not is_own:
-    first = lambda: 0  # noqa: E731
     return (
-      insert(cache, new_rows, indices_R),
-      insert_state(state_BX, new_RX, indices_R),
+      kv_cache.insert(cache, new_rows, indices_R),
+      _insert_state(state_BX, new_RX, indices_R),
     )
-  first = functools.partial(_first_row, _rows_of_shard(slots))
+  size = _rows_of_shard(slots)
+
+  def insert_own(cache, new_rows, indices_R):
+    return kv_cache.insert(cache, new_rows, indices_R - _first_row(size))
+
+  def insert_own_state(state_BX, new_RX, indices_R):
+    return _insert_state(state_BX, new_RX, indices_R - _first_row(size))
+
   return (
-    _on_shards(insert, _CACHE, _CACHE, (mesh.BATCH,))(
+    _on_shards(insert_own, _CACHE, _CACHE, (mesh.BATCH,))(
       cache, new_rows, indices_R
     ),
-    _on_shards(insert_state, _STATE, _STATE, (mesh.BATCH,))(
+    _on_shards(insert_own_state, _STATE, _STATE, (mesh.BATCH,))(
       state_BX, new_RX, indices_R
     ),
   )
+
+
+def _insert_state(
+  state_BX: jax.Array, new_RX: jax.Array, indices_R: jax.Array
+) -> jax.Array:
+  return state_BX.at[indices_R].set(new_RX, mode='drop')
 
 
 def size_of(slots: Slots) -> tuple[int, int]:
