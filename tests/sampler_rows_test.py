@@ -150,7 +150,8 @@ def test_moved_rows_equal_those_of_numpy(is_own, size):
     targets = rng.permutation(targets)
 
   slots = fill(programs.new_slots(size, LENGTH))
-  rows = programs.take(slots, place(sources), is_own=is_own)
+  with jax.set_mesh(engine._mesh):
+    rows = programs.take(slots, place(sources), is_own=is_own)
   cache, state = jax.device_get(slots)
   taken, taken_state = jax.device_get(rows)
   np.testing.assert_array_equal(taken_state, state[sources])
@@ -162,7 +163,8 @@ def test_moved_rows_equal_those_of_numpy(is_own, size):
   other = fill(programs.new_slots(size, LENGTH))
   kept = targets < size
   cache, state = jax.tree.map(np.array, jax.device_get(other))
-  changed = programs.put(other, rows, place(targets), is_own=is_own)
+  with jax.set_mesh(engine._mesh):
+    changed = programs.put(other, rows, place(targets), is_own=is_own)
   state[targets[kept]] = taken_state[kept]
   for x, moved in zip(
     jax.tree.leaves(cache), jax.tree.leaves(taken), strict=True
