@@ -10,7 +10,7 @@ import tiny_sampler
 from tiny_sampler import CONFIG
 
 from gigpo_jax import mesh as mesh_lib
-from gigpo_jax import sampler
+from gigpo_jax import prefix_cache, sampler
 from gigpo_jax.models import parameters
 from gigpo_jax.tools import hlo
 
@@ -171,3 +171,31 @@ def test_moved_rows_equal_those_of_numpy(is_own, size):
   ):
     x[:, targets[kept]] = moved[:, kept]
   jax.tree.map(np.testing.assert_array_equal, changed, (cache, state))
+
+
+def test_parked_rows_move_between_shards():
+  engine = _engine(reuse='prompts', parked=8)
+  cache, nothing = engine._cache, np.zeros(0, np.int32)
+
+  def number(slots, first):
+    numbers = first + np.arange(len(slots[1]), dtype=np.int32)
+    states = np.tile(numbers[:, None], slots[1].shape[1])
+    return slots[0], jax.device_put(states, slots[1].sharding)
+
+  # Parked rows follow the slots. A shard has four slots and two parked rows.
+  moves = [
+    *((SLOTS + 5, 3), (SLOTS, 15), (SLOTS + 3, 4)),
+    *((9, SLOTS + 7), (0, SLOTS + 1)),
+    *((1, 14), (2, 13), (8, 5)),
+  ]
+  with jax.set_mesh(engine._mesh):
+    cache.allocate(SLOTS, LENGTH)
+    cache.slots = number(cache.slots, 0)
+    cache._parked = number(cache._parked, SLOTS)
+    before = np.arange(SLOTS + 8)
+    cache.fill({}, [prefix_cache.Move(*m, 0, nothing, 0) for m in moves])
+  expected = before.copy()
+  for row, source in moves:
+    expected[row] = before[source]
+  moved = [x[1][:, 0] for x in (cache.slots, cache._parked)]
+  np.testing.assert_array_equal(np.concatenate(moved), expected)
