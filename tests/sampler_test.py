@@ -67,6 +67,22 @@ def test_other_requests_do_not_change_tokens(params):
     np.testing.assert_allclose(a.log_probs, c.log_probs, atol=1e-5)
 
 
+def test_tokens_depend_on_the_first_token_of_the_prompt(params):
+  """Otherwise no test of this file would notice a wrong cache."""
+  requests = _requests(16)
+  others = []
+  for request in requests:
+    prompt = request.prompt_ids.copy()
+    prompt[0] = 37 - prompt[0]  # From 8 to 29.
+    others.append(dataclasses.replace(request, prompt_ids=prompt))
+  pairs = zip(
+    _sampler().generate(params, requests),
+    _sampler().generate(params, others),
+    strict=True,
+  )
+  assert sum(a.ids.tolist() != b.ids.tolist() for a, b in pairs) > 8
+
+
 @pytest.mark.parametrize('position', range(5))
 def test_each_integer_of_the_stream_changes_tokens(params, position: int):
   (request,) = _requests(1)

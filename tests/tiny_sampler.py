@@ -23,6 +23,12 @@ CONFIG = qwen.QwenConfig(
 
 @functools.cache
 def params() -> dict:
-  """Returns parameters whose distributions are neither flat nor spikes."""
+  """Returns parameters with which samples depend on all earlier tokens.
+
+  Their distributions are neither flat nor spikes. With the scale of a new
+  network, the last token alone decides, and a wrong cache changes no sample.
+  """
   random = reference.init(CONFIG, jax.random.key(0))
-  return random | {'embed': 12 * random['embed']}
+  layers = dict(random['layers'])
+  layers['attention'] = {k: 10 * x for k, x in layers['attention'].items()}
+  return random | {'embed': 12 * random['embed'], 'layers': layers}
