@@ -18,31 +18,19 @@ import preloaded
 import programs
 import pytest
 import safetensors.numpy
+import tiny_sampler
+from tiny_sampler import CONFIG
 
 from gigpo_jax import mesh as mesh_lib
 from gigpo_jax import metrics, sampler
-from gigpo_jax.models import parameters, qwen
 from gigpo_jax.runtime import console, distributed, files, hardware
 from gigpo_jax.runtime import errors as errors_lib
 
 ROOT = pathlib.Path(__file__).parents[1]
-CONFIG = qwen.QwenConfig(
-  vocab_size=32,
-  hidden_size=32,
-  intermediate_size=48,
-  num_layers=2,
-  num_heads=4,
-  num_kv_heads=2,
-  head_dim=8,
-  dtype='float32',
-  remat='none',
-)
 
 
 def make_params() -> dict:
-  params = parameters.init(CONFIG, jax.random.key(0))
-  params['embed'] = 12 * params['embed']
-  return jax.tree.map(np.asarray, params)
+  return jax.tree.map(np.asarray, tiny_sampler.params())
 
 
 def make_requests() -> list[sampler.Request]:
