@@ -6,6 +6,7 @@ import numpy as np
 import tiny_learner
 
 from gigpo_jax import mesh as mesh_lib
+from gigpo_jax import prefix_cache
 from gigpo_jax.programs import sampler_cache
 
 
@@ -31,8 +32,12 @@ class Programs:
     length = min(slots.shape[1], rows.shape[1])
     return slots.at[indices, :length].set(rows[:, :length], mode='drop')
 
+  def extend(self, params: dict, *inputs: jax.Array) -> jax.Array:
+    *_, rows = inputs
+    return rows
 
-def _make(num_parked: int = 0) -> sampler_cache.SlotCache:
+
+def _make(num_parked: int = 0, chunk: int = 0) -> sampler_cache.SlotCache:
   return sampler_cache.SlotCache(
     Programs(),
     mesh_lib.make_mesh(1, 1, 1, devices=jax.devices()[:1]),
@@ -41,7 +46,7 @@ def _make(num_parked: int = 0) -> sampler_cache.SlotCache:
     max_length=16,
     prefill_sizes=((1, 8), (2, 8)),
     reuse='prompts',
-    chunk=0,
+    chunk=chunk,
   )
 
 
@@ -102,3 +107,14 @@ def test_rows_that_hold_tokens_keep_them():
   cache.release()
   cache.fit(1, 4)
   np.testing.assert_array_equal(cache.slots, np.zeros((1, 4)))
+
+
+def test_chunks_of_rows_with_similar_lengths_are_prefilled_together():
+  cache = _make(chunk=8)
+  cache.fit(4, 16)
+  moves = [
+    prefix_cache.Move(row, None, 0, np.ones(length, np.int32), length)
+    for row, length in enumerate((1, 16, 1, 16))
+  ]
+  # Two rows move together: two chunks of the long ones, one of the others.
+  assert cache.fill({}, moves) == (2 + 1) * 2 * 8
