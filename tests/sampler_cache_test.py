@@ -113,7 +113,7 @@ def test_chunks_of_rows_with_similar_lengths_are_prefilled_together():
   cache = _make(chunk=8)
   cache.fit(4, 16)
   moves = [
-    prefix_cache.Move(row, None, 0, np.ones(length, np.int32), length)
+    prefix_cache.Move(row, None, 0, np.ones(length, np.int32), 0)
     for row, length in enumerate((1, 16, 1, 16))
   ]
   # Two rows move together: two chunks of the long ones, one of the others.
