@@ -200,7 +200,8 @@ def test_successful_episodes_are_trained_on(uninterrupted, tmp_path):
   preloaded.run(
     small_runs.command(
       'sft',
-      *small_runs.small(tmp_path)[2:],
+      '--config=configs/alfworld.py:smoke',
+      f'--workdir={tmp_path}',
       '--config.sft.init=',
       f'--config.sft.data={workdir / "episodes"}',
       '--config.sft.only_successful=False',
