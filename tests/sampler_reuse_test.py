@@ -157,17 +157,11 @@ def test_order_slots_and_parking_change_no_bit(params, prompts):
   assert parking < evicting
 
 
-def _number(slots: tuple, first: int) -> tuple:
-  """Returns slots with the numbers from `first` on as their states."""
-  numbers = first + np.arange(len(slots[1]), dtype=np.int32)
-  return slots[0], jax.numpy.tile(numbers[:, None], slots[1].shape[1])
-
-
 def test_rows_are_copied_between_slots_and_parked_rows():
   cache = _sampler(reuse='prompts', parked=3)._cache
   cache.allocate(4, 46)
-  cache.slots = _number(cache.slots, 0)
-  cache._parked = _number(cache._parked, 10)
+  cache.slots = tiny_sampler.enumerate_rows(cache.slots, 0)
+  cache._parked = tiny_sampler.enumerate_rows(cache._parked, 10)
   nothing = np.zeros(0, np.int32)
   cache.fill(
     {},
@@ -185,7 +179,7 @@ def test_rows_are_copied_between_slots_and_parked_rows():
 def test_a_cache_of_another_size_holds_the_same_rows():
   cache = _sampler(batch_buckets=(2, 6, 9))._cache
   cache.allocate(6, 22)
-  cache.slots = _number(cache.slots, 1)
+  cache.slots = tiny_sampler.enumerate_rows(cache.slots, 1)
   prompts = [np.array([n, 8, 9], np.int32) for n in range(6)]
   for n, prompt in enumerate(prompts):
     assert cache.prefixes.place(prompt) == (n, 0)

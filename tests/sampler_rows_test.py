@@ -120,24 +120,24 @@ def test_rows_of_conversations_stay_in_their_shards(params, reuse, monkeypatch):
     mesh_lib.shardings(engine._mesh, parameters.logical_axes(CONFIG)),
   )
 
-  def assert_equal(completions):
-    for a, b in zip(completions, expected, strict=False):
+  def assert_equal(completions, expected):
+    for a, b in zip(completions, expected, strict=True):
       np.testing.assert_array_equal(a.ids, b.ids)
       np.testing.assert_allclose(a.log_probs, b.log_probs, atol=1e-5)
 
-  assert_equal(engine.generate(placed, requests))
+  assert_equal(engine.generate(placed, requests), expected)
   # All slots at once: four prompts for each shard.
   assert moved['put', reuse == 'prompts'] == 1
   assert {is_own for _, is_own in moved} == {reuse == 'prompts'}
   # A smaller prefill, whose rows are not those that move together.
-  assert_equal(engine.generate(placed, requests[:3]))
+  assert_equal(engine.generate(placed, requests[:3]), expected[:3])
 
 
 @pytest.mark.parametrize('size', [8, 16, 32])
 @pytest.mark.parametrize('is_own', [True, False])
 def test_moved_rows_equal_those_of_numpy(is_own, size):
   engine, rng = _engine(), np.random.default_rng(size)
-  programs, place = engine._programs, engine._cache._place
+  programs, to_device = engine._programs, engine._cache._place
 
   def fill(slots):
     def values(x):
@@ -158,36 +158,30 @@ def test_moved_rows_equal_those_of_numpy(is_own, size):
 
   slots = fill(programs.new_slots(size, LENGTH))
   with jax.set_mesh(engine._mesh):
-    rows = programs.take(slots, place(sources), is_own=is_own)
+    rows = programs.take(slots, to_device(sources), is_own=is_own)
   cache, state = jax.device_get(slots)
   taken, taken_state = jax.device_get(rows)
   np.testing.assert_array_equal(taken_state, state[sources])
-  for old, new in zip(
-    jax.tree.leaves(cache), jax.tree.leaves(taken), strict=True
-  ):
-    np.testing.assert_array_equal(new, old[:, sources])
+  expected = jax.tree.map(lambda x: x[:, sources], cache)
+  jax.tree.map(np.testing.assert_array_equal, taken, expected)
 
   other = fill(programs.new_slots(size, LENGTH))
   kept = targets < size
   cache, state = jax.tree.map(np.array, jax.device_get(other))
   with jax.set_mesh(engine._mesh):
-    changed = programs.put(other, rows, place(targets), is_own=is_own)
+    changed = programs.put(other, rows, to_device(targets), is_own=is_own)
   state[targets[kept]] = taken_state[kept]
-  for x, moved in zip(
-    jax.tree.leaves(cache), jax.tree.leaves(taken), strict=True
-  ):
+
+  def write(x, moved):
     x[:, targets[kept]] = moved[:, kept]
+
+  jax.tree.map(write, cache, taken)
   jax.tree.map(np.testing.assert_array_equal, changed, (cache, state))
 
 
 def test_parked_rows_move_between_shards():
   engine = _engine(reuse='prompts', parked=8)
   cache, nothing = engine._cache, np.zeros(0, np.int32)
-
-  def number(slots, first):
-    numbers = first + np.arange(len(slots[1]), dtype=np.int32)
-    states = np.tile(numbers[:, None], slots[1].shape[1])
-    return slots[0], jax.device_put(states, slots[1].sharding)
 
   # Parked rows follow the slots. A shard has four slots and two parked rows.
   moves = [
@@ -197,8 +191,8 @@ def test_parked_rows_move_between_shards():
   ]
   with jax.set_mesh(engine._mesh):
     cache.allocate(SLOTS, LENGTH)
-    cache.slots = number(cache.slots, 0)
-    cache._parked = number(cache._parked, SLOTS)
+    cache.slots = tiny_sampler.enumerate_rows(cache.slots, 0)
+    cache._parked = tiny_sampler.enumerate_rows(cache._parked, SLOTS)
     before = np.arange(SLOTS + 8)
     cache.fill({}, [prefix_cache.Move(*m, 0, nothing, 0) for m in moves])
   expected = before.copy()

@@ -3,6 +3,7 @@
 import functools
 
 import jax
+import numpy as np
 import reference
 
 from gigpo_jax.models import qwen
@@ -32,3 +33,11 @@ def params() -> dict:
   layers = dict(random['layers'])
   layers['attention'] = {k: 10 * x for k, x in layers['attention'].items()}
   return random | {'embed': 12 * random['embed'], 'layers': layers}
+
+
+def enumerate_rows(slots: tuple, first: int) -> tuple:
+  """Returns slots with the numbers from `first` on as their states."""
+  cache, state_BX = slots
+  numbers = first + np.arange(len(state_BX), dtype=np.int32)
+  states = np.tile(numbers[:, None], state_BX.shape[1])
+  return cache, jax.device_put(states, state_BX.sharding)

@@ -110,26 +110,22 @@ def put(is_own: bool, slots: Slots, rows: Slots, indices_R: jax.Array) -> Slots:
     indices_R: the slot of each row; rows for slots past the end are dropped.
   """
   (cache, state_BX), (new_rows, new_RX) = slots, rows
-  if not is_own:
-    return (
-      kv_cache.insert(cache, new_rows, indices_R),
-      _insert_state(state_BX, new_RX, indices_R),
-    )
   size = _rows_of_shard(slots)
 
-  def insert_own(cache, new_rows, indices_R):
-    return kv_cache.insert(cache, new_rows, indices_R - _first_row(size))
+  def insert(function: Callable, axes: tuple, old, new):
+    if not is_own:
+      return function(old, new, indices_R)
 
-  def insert_own_state(state_BX, new_RX, indices_R):
-    return _insert_state(state_BX, new_RX, indices_R - _first_row(size))
+    def insert_own(old, new, indices_R):
+      return function(old, new, indices_R - _first_row(size))
+
+    return _on_shards(insert_own, axes, axes, (mesh.BATCH,))(
+      old, new, indices_R
+    )
 
   return (
-    _on_shards(insert_own, _CACHE, _CACHE, (mesh.BATCH,))(
-      cache, new_rows, indices_R
-    ),
-    _on_shards(insert_own_state, _STATE, _STATE, (mesh.BATCH,))(
-      state_BX, new_RX, indices_R
-    ),
+    insert(kv_cache.insert, _CACHE, cache, new_rows),
+    insert(_insert_state, _STATE, state_BX, new_RX),
   )
 
 
